@@ -30,7 +30,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.regular_file import read_regular_or_pipe
 from megatron_lab.commands.parser import ToolParser
@@ -77,6 +77,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--chat-template",
         metavar="FILE",
         help="With --chat: use this chat template (jinja), or the built-in one chatml, instead of the tokenizer's.",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_parse_template_kwargs,
+        metavar="JSON",
+        help="With --chat: pass these variables to the chat template, such as '{\"enable_thinking\": false}', as the key "
+        "chat_template_kwargs of a record does in tools/preprocess_data.py.",
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -161,7 +168,7 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 def _check_dialogue_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check the flags that apply only to a dialogue, or only without one."""
-    for name in () if args.chat else ("system", "chat_template"):
+    for name in () if args.chat else ("system", "chat_template", "chat_template_kwargs"):
         if getattr(args, name) is not None:
             parser.error(f"--{name.replace('_', '-')} has no effect without --chat: leave it out, or add --chat")
     if not (args.chat or args.interactive):
@@ -194,6 +201,15 @@ def _run(args: argparse.Namespace) -> None:
         _generate(args, loaded, sampling, all_prompts, prompt_token_ids)
 
 
+def _parse_template_kwargs(text: str) -> dict[str, Any]:
+    from megatron_lab.data_tools.preprocess.chat_records import read_template_kwargs
+
+    try:
+        return read_template_kwargs(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _build_sampling(args: argparse.Namespace) -> Sampling:
     from megatron_lab.inference.generate import Sampling
 
@@ -218,7 +234,7 @@ def _run_dialogue(args: argparse.Namespace) -> None:
         if args.chat:
             from megatron_lab.inference.chat_format import ChatFormat
 
-            chat_formats.append(ChatFormat(tokenizer, args.chat_template))
+            chat_formats.append(ChatFormat(tokenizer, args.chat_template, args.chat_template_kwargs))
             chat_formats[0].check_system(args.system)
 
     with open_model(args, check_template, timeout_minutes=_DIALOGUE_TIMEOUT_MINUTES) as loaded:

@@ -16,8 +16,9 @@ writes the caches of the sample order in advance. Otherwise training writes them
     python tools/preprocess_data.py --input 'chats/*.jsonl' --output-prefix data/chats --tokenizer-type HuggingFaceTokenizer \
         --tokenizer-model tokenizer --chat-template
 
-writes conversations ({"messages": [{"role": "user", "content": "..."}, ...]}) by the tokenizer's chat template, with a loss mask,
-so that a model learns only the answers: train with --data-path data/chats_messages_document --data-loss-mask.
+writes conversations ({"messages": [{"role": "user", "content": "..."}, ...]}, or in the form of ShareGPT, Alpaca and others) by the
+tokenizer's chat template, with a loss mask, so that a model learns only the answers: train with --data-path
+data/chats_messages_document --data-loss-mask.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_input_flags(
         parser,
         required=False,
-        keys_help="keys (or columns) of the texts (text), with --chat-template of the conversations (messages); a dataset for each",
+        keys_help="keys (or columns) of the texts (text), with --chat-template of the conversations (those of the first record); a "
+        "dataset for each, or one for a prompt and an answer such as instruction output",
     )
     parser.add_argument("--output-prefix", metavar="PREFIX", help="Write PREFIX_<key>_document.bin and .idx; a path or a URL.")
     parser.add_argument(
@@ -186,7 +188,9 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             prefixes = tuple(args.build_index or ())
             if args.input:
-                prefixes = _preprocess(args, config, screen).prefixes[: len(args.json_keys)]
+                summary = _preprocess(args, config, screen)
+                # Each dataset of conversations has a loss mask, whose path follows the paths of the datasets.
+                prefixes = summary.prefixes[: len(summary.prefixes) // (1 if args.chat_template is None else 2)]
             if args.build_index is not None:
                 _build_index(args, prefixes, screen)
         except (ValueError, OSError) as error:
@@ -240,7 +244,9 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(
             "--chat-template needs --tokenizer-type HuggingFaceTokenizer: the tokens that separate messages are in its folder"
         )
-    args.json_keys = args.json_keys or ["text" if args.chat_template is None else "messages"]
+    if args.chat_template is None or args.column is not None:
+        args.json_keys = args.json_keys or ["text" if args.chat_template is None else "messages"]
+    args.json_keys = args.json_keys or []  # those of the first conversation
     if len(set(args.json_keys)) < len(args.json_keys):
         parser.error(f"--json-keys names a key twice: {' '.join(args.json_keys)}")
     check_column(args, parser, args.json_keys)
@@ -257,6 +263,7 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
     from megatron_lab.data_tools.preprocess.chat import ChatTemplate, describe_named_template
     from megatron_lab.data_tools.preprocess.engines import Engine
     from megatron_lab.data_tools.preprocess.job import preprocess
+    from megatron_lab.data_tools.preprocess.reports import format_chat_notes
     from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
     from megatron_lab.data_tools.preprocess.text_encoding import format_count
 
@@ -297,6 +304,10 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
         summary.encoding_notes.num_undecodable = 0  # the lines above have reported each of them with the same advice
     for line in summary.encoding_notes.format_lines(args.errors, summary.encodings_file):
         screen.log(line)
+    for line in format_chat_notes(summary.chat_notes):
+        screen.log(f"NOTE: {line}")
+    if summary.chat_notes_file:
+        screen.log(f"these notes are in {summary.chat_notes_file}")
     screen.log(
         f"{format_count(summary.num_documents, 'document')}, {format_count(summary.num_tokens, 'token')} from "
         f"{summary.num_bytes / 1e6:.1f} MB in {time.monotonic() - start:.1f} s; left out: {summary.num_empty:,} empty, "

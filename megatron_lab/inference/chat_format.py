@@ -7,11 +7,13 @@ equal those of transformers' `apply_chat_template`.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.data.tokenizer import Tokenizer
-from megatron_lab.data_tools.preprocess.chat import NAMED_TEMPLATES, ChatEncoder, ChatTemplate, Messages
+from megatron_lab.data_tools.preprocess.chat import NAMED_TEMPLATES, ChatEncoder, ChatTemplate
+from megatron_lab.data_tools.preprocess.chat_records import Chat, Messages, read_message
 from megatron_lab.tokenizers.bpe_rules import read_json
 from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
@@ -27,12 +29,13 @@ class ChatFormat:
     Args:
         tokenizer: tokenizer of the model, which must be that of a Hugging Face folder.
         template: file of a chat template, or the name of a built-in one (chatml); None for the template of the tokenizer's folder.
+        template_kwargs: further variables of the template for all conversations, such as `enable_thinking`.
 
     Raises:
         ValueError: there is no template, or it is invalid.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None, template_kwargs: Mapping[str, Any] | None = None) -> None:
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise ValueError(
                 "a conversation needs the tokenizer of a Hugging Face folder, whose special tokens separate the messages; the "
@@ -53,6 +56,7 @@ class ChatFormat:
             ) from error
         self.origin = chat_template.origin
         """File or flag from which the template was read."""
+        self._template_kwargs = dict(template_kwargs or {})
         self._encoder = ChatEncoder(chat_template, tokenizer.path)
         added_ids = {token["content"]: int(token["id"]) for token in read_tokenizer_json(tokenizer.path).added}
         self.stop_ids, self.stop_text = self._find_end_of_answer(tokenizer, added_ids)
@@ -72,19 +76,38 @@ class ChatFormat:
         except ValueError as error:
             raise ValueError(f"--system does not fit the chat template of {self.origin}: {error}") from error
 
-    def encode(self, messages: Messages) -> list[int]:
+    def encode(
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return the token ids of a conversation and of the start of the next answer.
+
+        Args:
+            messages: messages so far, the oldest first.
+            tools: tools that the model may call, as JSON schemas; None for none.
+            documents: documents for retrieval-augmented generation; None for none.
+            template_kwargs: further variables of the template, such as `enable_thinking`, for this conversation.
 
         Raises:
             ValueError: the template refuses the conversation, or a message contains the text of a special token.
         """
-        return self._encoder.encode_prompt(messages)
+        read_messages = [read_message(message, f"message {i}") for i, message in enumerate(messages)]
+        return self._encoder.encode_prompt(
+            Chat(read_messages, tools, documents, self._template_kwargs | dict(template_kwargs or {}))
+        )
 
     def _find_end_of_answer(self, tokenizer: HuggingFaceTokenizer, added_ids: dict[str, int]) -> tuple[frozenset[int], str | None]:
         stop_ids = {tokenizer.eod, *_read_generation_eos(tokenizer.path.parent)}
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
         try:
-            ending = self._encoder.render_prompt(probe, add_generation_prompt=False).rpartition(_PROBE)[2].strip()
+            ending = (
+                self._encoder.render_prompt(Chat(probe, template_kwargs=self._template_kwargs), add_generation_prompt=False)
+                .rpartition(_PROBE)[2]
+                .strip()
+            )
         except ValueError:  # the template needs other messages
             return frozenset(stop_ids), None
         token = next((token for token in sorted(added_ids, key=len, reverse=True) if ending.startswith(token)), None)

@@ -153,6 +153,9 @@ class LanguageModel:
         *,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> str:
         """Generate the next answer of a conversation, in the chat template of the tokenizer.
@@ -165,6 +168,9 @@ class LanguageModel:
             max_new_tokens: limit on generated tokens; by default as many as the context has room for, but at most 1,024.
             sampling: how tokens are selected; `Sampling(temperature=0)` always selects the most likely token.
             chat_template: file of another template (jinja), or the name of a built-in one (chatml).
+            tools: tools that the model may call, as JSON schemas; None for none.
+            documents: documents that the template writes for the model; None for none.
+            chat_template_kwargs: further variables of the template, such as `{"enable_thinking": False}`.
             on_text: called with each new text while it is generated.
 
         Returns:
@@ -182,7 +188,7 @@ class LanguageModel:
         chat_format = self._chat_formats[chat_template]
         if self._session is None or not self._must_disconnect:  # a trainer may have changed the weights since the last call
             self._session = GenerationSession(self.model, self.context)
-        prompt = chat_format.encode([dict(message) for message in messages])
+        prompt = chat_format.encode([dict(message) for message in messages], tools, documents, chat_template_kwargs)
         num_free = self._session.num_positions - len(prompt)
         if num_free < 1:
             raise ValueError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ def test_the_tool_writes_conversations_and_marks(folder: Path) -> None:
     assert len(found) == len(marks) == 10 * len(CHATS)
     for chat, ids, of_it in zip(CHATS, found, marks, strict=False):
         assert ids[-1] == tokenizer.eod and [mark >> 1 for mark in of_it] == [0] * (len(ids) - 1) + [1]
-        answers = [message["content"] for message in chat if message["role"] == "assistant"]
+        answers = [message["content"] for message in chat if message["role"] == "assistant"]  # an empty one adds nothing
         learned = [id for id, mark in zip(ids, of_it, strict=True) if mark & IN_LOSS]
         assert tokenizer.decode(learned) == "".join(answers)
         assert of_it[-1] & IN_LOSS == of_it[-2] & IN_LOSS == 0  # these end with a line's end, which is not generated
@@ -115,13 +117,122 @@ def test_records_that_are_no_conversations(tmp_path: Path, capsys: pytest.Captur
         file.write("\n".join(bad) + "\n")
     assert main(argv) == 0
     told = capsys.readouterr().err
-    assert told.count("chats.jsonl:") == len(bad) and told.count("not a list of messages") == told.count("with a field 'role'") == 2
+    assert (
+        told.count("left out: ") == len(bad) + 2 and told.count("not a list of messages") == told.count("with a field 'role'") == 2
+    )
+
+
+TOOLS = [{"type": "function", "function": {"name": "w", "description": "a", "parameters": {"type": "object"}}}]
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if enable_thinking %}{{ 'T' }}{% endif %}" + PLAIN
+)  # no tool calls, no thoughts
+
+
+def _write_records(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize("file_format", ["jsonl", "parquet", "csv"])
+def test_forms_of_records_give_the_same_datasets(tmp_path: Path, file_format: str) -> None:
+    """Each by the keys of the first record, and its dataset named by the key of the list."""
+    argv = _argv(tmp_path, WITH_TOOLS)
+    texts = [("1 + 1", "2"), ("more?", "no")]
+    forms: dict[str, list[dict[str, Any]]] = {
+        "messages": [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in texts],
+        "conversations": [{"conversations": [{"from": "human", "value": a}, {"from": "gpt", "value": b}]} for a, b in texts],
+        "alpaca": [{"instruction": a, "input": "", "output": b} for a, b in texts],
+        "prompt": [{"prompt": a, "completion": b} for a, b in texts],
+    }
+    for name, records in forms.items():
+        for record, tools in zip(records, (TOOLS, None), strict=True):
+            record["tools"] = tools if file_format != "csv" or tools is None else json.dumps(tools)
+        path = tmp_path / f"{name}.{file_format}"
+        if file_format == "jsonl":
+            _write_records(path, records)
+        elif file_format == "parquet":
+            pyarrow = pytest.importorskip("pyarrow")
+            pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(records), path)
+        else:
+            with open(path, "w", newline="") as file:
+                writer = csv.DictWriter(file, records[0])
+                writer.writeheader()
+                writer.writerows(
+                    {key: json.dumps(value) if isinstance(value, list) else value for key, value in record.items()}
+                    for record in records
+                )
+        argv[1], argv[3] = str(path), str(tmp_path / name)
+        assert main(argv) == 0
+    for suffix in ("_document", get_loss_mask_prefix("_document")):
+        wanted = documents(tmp_path / f"messages_messages{suffix}")
+        for name in forms:
+            key = name if name == "conversations" else "messages"
+            assert documents(tmp_path / f"{name}_{key}{suffix}") == wanted
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer/tokenizer.json")
+    first, second = (tokenizer.decode(ids) for ids in documents(tmp_path / "messages_messages_document"))
+    assert first.startswith(json.dumps(TOOLS)) and "TOOLS" not in second
+
+
+def test_keys_of_a_prompt_and_an_answer_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = _argv(tmp_path, PLAIN, "--build-index", "--seq-length", "8")
+    argv[1] = _write_records(tmp_path / "in.jsonl", [{"prompt": "a", "response": "b", "completion": "c"}] * 9)
+    assert main(argv) == 1 and "--json-keys prompt response" in capsys.readouterr().err
+    assert main([*argv, "--json-keys", "prompt", "response"]) == 0
+    ids = documents(tmp_path / PREFIX)[0]
+    assert HuggingFaceTokenizer(tmp_path / "tokenizer/tokenizer.json").decode(ids) == "user\na\nassistant\nb\n"
+    argv[1] = _write_records(tmp_path / "in.jsonl", [{"talk": []}])
+    assert main(argv) == 1
+    assert "no conversation under a known key" in (told := capsys.readouterr().err) and "no key 'messages'" in told
+
+
+def test_every_record_has_the_form_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = _argv(tmp_path, PLAIN, "--on-error", "skip")
+    good = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    others: list[dict[str, Any]] = [
+        {"text": "x"},
+        good,
+        {"messages": []},
+        {"conversations": [{"from": "narrator", "value": "a"}]},
+        good,
+    ]
+    argv[1] = _write_records(tmp_path / "in.jsonl", others)
+    assert main(argv) == 0
+    told = capsys.readouterr().err
+    assert "in.jsonl:2: the records are lists of messages under the key 'conversations'" in told
+    assert "left out: 0 empty, 3 bad lines" in told and "speaker 'narrator'" in told
+    assert len(documents(tmp_path / "out_conversations_document")) == 2
+
+
+def test_what_the_template_leaves_out_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the terminal and in a file, with the counts of all workers; a later job without such removes the file."""
+    argv = _argv(tmp_path, WITH_TOOLS, "--workers", "2", "--shard-size", "1K")
+    call = {"type": "function", "function": {"name": "w", "arguments": {"city": "Paris"}}}
+    answers: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "b", "reasoning": "c"},
+    ]
+    record = {"messages": [{"role": "user", "content": "a"}, *answers], "tools": TOOLS, "enable_thinking": True}
+    argv[1] = _write_records(tmp_path / "in.jsonl", [record] * 7)
+    assert main(argv) == 0
+    told, lines = capsys.readouterr().err, (tmp_path / "out_chat_notes.txt").read_text().splitlines()
+    assert lines == [
+        "reasoning of 7 messages is not rendered by the template",
+        "the key 'enable_thinking' of 7 records is not passed to the template (its variables are tools, documents and those in "
+        "chat_template_kwargs)",
+        "tool_calls of 7 messages is not rendered by the template",
+        "7 answers without a text or a tool call that the template renders: not learned, also not the token that ends it",
+    ]
+    assert all(f"NOTE: {line}\n" in told for line in lines)
+    record = {"messages": [{"role": "user", "content": "a"}, answers[1] | {"reasoning": None}]}
+    argv[1] = _write_records(tmp_path / "in.jsonl", [record])
+    assert main(argv) == 0
+    assert "NOTE" not in capsys.readouterr().err and not (tmp_path / "out_chat_notes.txt").exists()
 
 
 def test_what_is_learned_is_shown_and_joined(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix, tokenizer = str(folder / PREFIX), ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
     assert inspect([prefix, "--document", "1", *tokenizer, str(folder / "tokenizer")]) == 0
-    assert "of 87 tokens\n    '2'\n    ''\n    'no\\n\\n\\n'\n" in capsys.readouterr().out
+    assert "of 87 tokens\n    '2'\n    'no\\n\\n\\n'\n" in capsys.readouterr().out
     for number in range(2):
         for name in (PREFIX, get_loss_mask_prefix(PREFIX)):
             for suffix in (".bin", ".idx"):

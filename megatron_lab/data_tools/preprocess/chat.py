@@ -1,45 +1,34 @@
 """Conversion of conversations to token ids and loss masks, with a Hugging Face chat template.
 
-The template renders the text of a conversation. The model is trained only on the answers in it. A template is a program from an
-untrusted source, so jinja runs it in its sandbox. There it can read only the messages, the special tokens and a date that the user
-sets.
-
-The token ids equal those of transformers' `apply_chat_template` for the same folder. The answers are the text in the template's
-``{% generation %}`` ... ``{% endgeneration %}`` blocks. A template without this block renders the previous messages with the
-generation prompt, and these messages with the answer. The answer is the text by which the second rendering is longer.
+The template renders the text of a conversation (`chat_rendering.py`). The model is trained only on the answers in it
+(`chat_answers.py`). The token ids equal those of transformers' `apply_chat_template` for the same folder.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import numpy as np
-from jinja2 import nodes
 from numpy.typing import NDArray
 
 from megatron.config.optional_packages import import_optional
 from megatron.config.regular_file import read_regular, read_text
 from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import IN_LOSS
+from megatron_lab.data_tools.preprocess.chat_answers import ChatDocument, remove_marks, split_into_documents
+from megatron_lab.data_tools.preprocess.chat_omissions import find_omissions
+from megatron_lab.data_tools.preprocess.chat_records import ASSISTANT_ROLE, Chat
+from megatron_lab.data_tools.preprocess.chat_rendering import ANSWER_END, ANSWER_START, ChatRenderer
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
 from megatron_lab.data_tools.preprocess.text_records import check_encodable
 from megatron_lab.tokenizers.bpe_rules import read_json
 from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
-
-Messages = list[dict[str, Any]]
-"""Conversation: a list of messages with the fields `role`, `content` and others."""
-CharacterSpan = tuple[int, int]
-"""First character of a span, and the character after the last one."""
 
 NAMED_TEMPLATES = {
     "chatml": (
@@ -52,10 +41,10 @@ NAMED_TEMPLATES = {
 """Templates that --chat-template accepts by name, for tokenizers without a template. They mark the answers with `generation`
 blocks."""
 _TEMPLATE_FILE = "chat_template.jinja"
-_ASSISTANT_ROLE = "assistant"
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-_ANSWER_START, _ANSWER_END = "\0\ue000(\ue000\0", "\0\ue000)\ue000\0"
-"""Markers around the text of a `generation` block. No message may contain them."""
+_TOOLS_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+_TOOLS_TEMPLATE = "tool_use"
+"""Name of the template that transformers uses for conversations with tools, if a tokenizer has several templates."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +60,8 @@ class ChatTemplate:
     date: str | None = None
     """Date such as 2026-01-31 for templates that write the current date. None: the template cannot read a date, so that the
     dataset does not depend on the day."""
+    tools_text: str | None = None
+    """Template for conversations with tools, if the tokenizer has a separate one."""
 
     @classmethod
     def load(cls, tokenizer: Path, file: str | None, date: str | None) -> ChatTemplate:
@@ -98,22 +89,26 @@ class ChatTemplate:
             return cls(NAMED_TEMPLATES[file], f"--chat-template {file}", special_tokens, date)
         path = Path(file) if file is not None else tokenizer.parent / _TEMPLATE_FILE
         if file is not None or path.is_file():
+            tools_path = None if file is not None else tokenizer.parent / _TOOLS_TEMPLATE_FILE
             try:
-                return cls(read_text(path), str(path), special_tokens, date)
+                tools_text = read_text(tools_path) if tools_path is not None and tools_path.is_file() else None
+                return cls(read_text(path), str(path), special_tokens, date, tools_text)
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(
                     f"--chat-template {path} cannot be read: {error}.\n  Check the path; the file must be UTF-8 text."
                 ) from error
         template = tokenizer_config.get("chat_template")
+        tools_template = None
         if isinstance(template, list):  # several named templates
-            template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+            named = {entry.get("name"): entry.get("template") for entry in template}
+            template, tools_template = named.get("default"), named.get(_TOOLS_TEMPLATE)
         if not isinstance(template, str):
             raise ValueError(
                 f"--chat-template: {tokenizer.parent} has no chat template: neither {_TEMPLATE_FILE} nor chat_template in "
                 "tokenizer_config.json.\n  Pass the file of a template: --chat-template FILE; or the name of one: "
                 f"--chat-template {next(iter(NAMED_TEMPLATES))}."
             )
-        return cls(template, str(tokenizer.parent / "tokenizer_config.json"), special_tokens, date)
+        return cls(template, str(tokenizer.parent / "tokenizer_config.json"), special_tokens, date, tools_template)
 
 
 def describe_named_template(template: ChatTemplate, tokenizer: Path) -> Iterator[str]:
@@ -134,6 +129,17 @@ def _get_content(token: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
+@dataclass(frozen=True)
+class EncodedChat:
+    """Conversation as token ids."""
+
+    documents: list[tuple[NDArray[np.uint32], NDArray[np.uint8]]]
+    """Token ids of each document, and one byte for each token: 1 if the token belongs to an answer and therefore counts in the
+    loss, otherwise 0."""
+    notes: Counter[str]
+    """Notes about what the template does not write and what is not learned, with counts."""
+
+
 class ChatEncoder:
     """Encoder that converts conversations to token ids and loss masks.
 
@@ -146,8 +152,7 @@ class ChatEncoder:
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Path) -> None:
-        self._render = _build_renderer(template)
-        self._marks_answers = "generation" in _find_block_names(template.text)
+        self._renderer = ChatRenderer(template.text, template.tools_text, template.origin, template.special_tokens, template.date)
         library = import_optional("tokenizers", "--chat-template needs the tokenizers library")
         try:
             self._tokenizer = library.Tokenizer.from_buffer(read_regular(tokenizer))
@@ -163,32 +168,36 @@ class ChatEncoder:
         self._forbidden_texts = [
             *special_tokens,
             *(token for token in _CHATML_TOKENS if template.text == NAMED_TEMPLATES["chatml"]),
-            _ANSWER_START,
-            _ANSWER_END,
+            ANSWER_START,
+            ANSWER_END,
         ]
 
-    def encode(self, messages: Messages) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-        """Convert a conversation to token ids and a loss mask.
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads from a record, besides the messages."""
+        return self._renderer.variables
 
-        Returns:
-            The token ids, and one byte for each token: 1 if the token belongs to an answer and therefore counts in the loss,
-                otherwise 0.
+    def encode(self, chat: Chat) -> EncodedChat:
+        """Convert a conversation to token ids and loss masks: one document, or several if the template changes earlier answers.
 
         Raises:
             BadRecordError: the template refuses the conversation, or a message contains the text of a special token or half of a
                 surrogate pair.
         """
-        for message_index, message in enumerate(messages):
-            self._check_message(message, message_index)
-        text, answer_spans = self._render_with_answers(messages)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        self._check_chat(chat, checks_answers=True)
+        documents = split_into_documents(self._renderer, chat)
+        notes = Counter(find_omissions(self._renderer, chat, documents))
+        return EncodedChat([self._encode_document(document) for document in documents], notes)
+
+    def _encode_document(self, document: ChatDocument) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+        encoding = self._tokenizer.encode(document.text, add_special_tokens=False)
         marks = np.zeros(len(encoding.ids), MARK_TYPE)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        for start, end in answer_spans:
+        for start, end in document.answers:
             marks[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = IN_LOSS
         return np.array(encoding.ids, np.uint32), marks
 
-    def encode_prompt(self, messages: Messages) -> list[int]:
+    def encode_prompt(self, chat: Chat) -> list[int]:
         """Convert a conversation to the token ids after which a model writes the next answer.
 
         Answers in the conversation may contain special tokens, because the model has written them.
@@ -197,106 +206,40 @@ class ChatEncoder:
             BadRecordError: the template refuses the conversation, or a message of another role contains the text of a special
                 token.
         """
-        for message_index, message in enumerate(messages):
-            if message["role"] != _ASSISTANT_ROLE:
-                self._check_message(message, message_index)
-        ids: list[int] = self._tokenizer.encode(self.render_prompt(messages), add_special_tokens=False).ids
+        self._check_chat(chat, checks_answers=False)
+        ids: list[int] = self._tokenizer.encode(self.render_prompt(chat), add_special_tokens=False).ids
         return ids
 
-    def render_prompt(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def render_prompt(self, chat: Chat, *, add_generation_prompt: bool = True) -> str:
         """Render a conversation as text, by default with the start of the next answer at its end."""
-        rendered = self._render(messages, add_generation_prompt)
-        return rendered.replace(_ANSWER_START, "").replace(_ANSWER_END, "")
+        return remove_marks(self._renderer.render(chat, add_generation_prompt=add_generation_prompt))
 
-    def _check_message(self, message: dict[str, Any], message_index: int) -> None:
-        """Raise `BadRecordError` if a message contains a text that the tokenizer or this module reserves."""
-        for text in _iter_strings(message):
-            check_encodable(text, f"message {message_index}")
-            if forbidden := next((token for token in self._forbidden_texts if token in text), None):
-                raise BadRecordError(
-                    f"message {message_index} contains {forbidden!r}, which is reserved: it is a special token of the "
-                    "tokenizer, or a marker of this tool. Remove it from the message"
-                )
-
-    def _render_with_answers(self, messages: Messages) -> tuple[str, list[CharacterSpan]]:
-        """Render a conversation as text, and find the answers in it.
-
-        Returns:
-            The text, and (first character, character after the last one) of each answer.
-        """
-        rendered = self._render(messages, False)
-        if not self._marks_answers:
-            return rendered, self._find_answer_spans(messages, rendered)
-        text, spans = "", []
-        for i, segment in enumerate(rendered.replace(_ANSWER_END, _ANSWER_START).split(_ANSWER_START)):
-            if i % 2:
-                spans.append((len(text), len(text) + len(segment)))
-            text += segment
-        return text, spans
-
-    def _find_answer_spans(self, messages: Messages, full_text: str) -> list[CharacterSpan]:
-        """Find the answers in the text of a conversation, for a template that does not mark them with `generation` blocks.
-
-        For each assistant message, the template renders the previous messages, and these messages with the answer. The answer is
-        the text by which the second rendering is longer.
+    def _check_chat(self, chat: Chat, *, checks_answers: bool) -> None:
+        """Raise `BadRecordError` if a conversation contains a text that the tokenizer or this module reserves.
 
         Args:
-            full_text: rendered text of the complete conversation.
-
-        Returns:
-            (first character, character after the last one) of each answer.
-
-        Raises:
-            BadRecordError: a rendering is not the start of the longer one, so the answer cannot be located.
+            checks_answers: whether the answers are checked too.
         """
-        spans = []
-        for message_index, message in enumerate(messages):
-            if message["role"] != _ASSISTANT_ROLE:
-                continue
-            prompt_text, answered_text = (
-                self._render(messages[:message_index], True),
-                self._render(messages[: message_index + 1], False),
-            )
-            if not (answered_text.startswith(prompt_text) and full_text.startswith(answered_text)):
+        for i, message in enumerate(chat.messages):
+            if checks_answers or message["role"] != ASSISTANT_ROLE:
+                self._check_value(message, f"message {i}")
+        for key, value in (("tools", chat.tools), ("documents", chat.documents), ("chat_template_kwargs", chat.template_kwargs)):
+            self._check_value(value, f"the value of key {key!r}")
+
+    def _check_value(self, value: object, label: str) -> None:
+        for text in _iter_strings(value):
+            check_encodable(text, label)
+            if forbidden := next((token for token in self._forbidden_texts if token in text), None):
                 raise BadRecordError(
-                    f"message {message_index}: the chat template renders this answer differently if messages follow it, so "
-                    "the tokens to train on are unknown. Mark the answers in the template with {% generation %} and "
-                    "{% endgeneration %}"
+                    f"{label} contains {forbidden!r}, which is reserved: it is a special token of the tokenizer, or a marker of "
+                    "this tool. Remove it there"
                 )
-            spans.append((len(prompt_text), len(answered_text)))
-        return spans
 
 
 @functools.lru_cache(maxsize=1)
 def get_encoder(template: ChatTemplate, tokenizer: Path) -> ChatEncoder:
     """Return the encoder of a chat template. Each process builds it once, and forked processes inherit it."""
     return ChatEncoder(template, tokenizer)
-
-
-def check_messages(values: Sequence[object], keys: Sequence[str]) -> list[Messages]:
-    """Check that the values of a record are conversations. Return the conversations without the null fields of their messages.
-
-    Args:
-        values: value of each key.
-        keys: JSON keys of the values, for error messages.
-
-    Raises:
-        BadRecordError: a value is not a list of messages.
-    """
-    for key, value in zip(keys, values, strict=True):
-        if not isinstance(value, list) or not value:
-            raise BadRecordError(
-                f"the value of key {key!r} is not a list of messages of the form "
-                '[{{"role": "user", "content": "..."}}, ...]. Correct this record'
-            )
-        for message_index, message in enumerate(value):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadRecordError(
-                    f"message {message_index} in the value of key {key!r} is not an object with a field 'role'. "
-                    "Correct this message"
-                )
-    # A parquet column has all fields in all rows, so a null value means that the field is absent.
-    return [[{name: field for name, field in message.items() if field is not None} for message in value] for value in values]  # type: ignore[attr-defined]
 
 
 def _iter_strings(value: object) -> Iterator[str]:
@@ -310,78 +253,3 @@ def _iter_strings(value: object) -> Iterator[str]:
         yield from itertools.chain.from_iterable(map(_iter_strings, itertools.chain(value, value.values())))
     elif isinstance(value, list):
         yield from itertools.chain.from_iterable(map(_iter_strings, value))
-
-
-# ---- rendering of the template
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """Extension of jinja for the `generation` block, with which a chat template marks an answer.
-
-    It puts special characters before and after the text of the block, by which `ChatEncoder` finds the answer in the rendered text.
-    """
-
-    tags = {"generation"}  # noqa: RUF012 - jinja declares it this way
-
-    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark_answer"), [], [], body).set_lineno(line)
-
-    def _mark_answer(self, caller: Callable[[], str]) -> str:
-        return f"{_ANSWER_START}{caller()}{_ANSWER_END}"
-
-
-def _build_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return a jinja environment with the settings that transformers uses, but without a function that returns the current date."""
-    extensions = [_GenerationBlock, "jinja2.ext.loopcontrols"]
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-def _find_block_names(text: str) -> set[str]:
-    """Return the names of the jinja statements that a template contains, such as `for` and `generation`."""
-    tokens = list(_build_environment().lex(text))
-    typed_tokens = [(token_type, value) for _, token_type, value in tokens if token_type != "whitespace"]
-    return {
-        value
-        for (previous_type, _), (token_type, value) in itertools.pairwise(typed_tokens)
-        if previous_type == "block_begin" and token_type == "name"
-    }
-
-
-def _build_renderer(template: ChatTemplate) -> Callable[[Messages, bool], str]:
-    environment = _build_environment()
-    if template.date is not None:
-        environment.globals["strftime_now"] = datetime.date.fromisoformat(template.date).strftime
-    try:
-        compiled = environment.from_string(template.text)
-    except jinja2.TemplateError as error:
-        raise ValueError(
-            f"the chat template of {template.origin} is not valid: {error}.\n"
-            "  Correct the template, or choose another one by --chat-template."
-        ) from error
-    variables = dict(template.special_tokens)
-
-    def render(messages: Messages, add_generation_prompt: bool) -> str:
-        try:
-            return compiled.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **variables
-            )
-        except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-            hint = " (the template writes the date: --chat-date YYYY-MM-DD)" if "strftime_now" in str(error) else ""
-            raise BadRecordError(f"the chat template refuses these messages: {error}{hint}. Correct them") from error
-
-    return render
-
-
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Convert a value to JSON, as the filter `tojson` of transformers does. The filter of jinja would escape < and > for web
-    pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(reason: str) -> None:
-    raise jinja2.TemplateError(reason)

@@ -39,7 +39,7 @@ def _read_header(path: str, file: BinaryIO, columns: Sequence[str], decoder: Rec
         decoder: decoder whose encoding is set.
 
     Returns:
-        The separator, and the names of all columns.
+        The separator, and the names of all columns. Without `columns`, it is the separator that gives the most columns.
 
     Raises:
         ValueError: no separator gives each of `columns` exactly once.
@@ -54,6 +54,8 @@ def _read_header(path: str, file: BinaryIO, columns: Sequence[str], decoder: Rec
             headers[separator] = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
         except csv.Error:
             headers[separator] = []
+    if not columns:
+        return max(headers.items(), key=lambda item: len(item[1]))
     for separator, names in headers.items():
         if all(names.count(column) == 1 for column in columns):
             return separator, names
@@ -67,9 +69,14 @@ def _read_header(path: str, file: BinaryIO, columns: Sequence[str], decoder: Rec
 
 
 def read_rows(
-    path: str, file: BinaryIO, columns: Sequence[str], on_progress: Callable[[int], None], decoder: RecordDecoder
+    path: str,
+    file: BinaryIO,
+    columns: Sequence[str],
+    on_progress: Callable[[int], None],
+    decoder: RecordDecoder,
+    optional_columns: Sequence[str] = (),
 ) -> Iterator[Any]:
-    """Yield the values of `columns` for each row. For a row with invalid quoting, yield a `BadRecordError` instead.
+    """Yield the values of all columns for each row. For a row with invalid quoting, yield a `BadRecordError` instead.
 
     Invalid bytes are marked by the error handler `MARK_INVALID`. A value that is missing in a short row is None.
 
@@ -79,13 +86,15 @@ def read_rows(
         columns: names of the columns, in the order of the yielded values.
         on_progress: called after each row with the number of bytes that have been read.
         decoder: decoder whose encoding is set.
+        optional_columns: names of columns that the file need not have. Their values are then None.
 
     Raises:
         DamagedFileError: a quotation is still open at the end of the file.
     """
     csv.field_size_limit(_MAX_FIELD_SIZE)
     separator, names = _read_header(path, file, columns, decoder)
-    column_indices = [names.index(column) for column in columns]
+    optional_indices = (names.index(column) if names.count(column) == 1 else len(names) for column in optional_columns)
+    column_indices = [*map(names.index, columns), *optional_indices]
     text = io.TextIOWrapper(cast(Any, file), decoder.encoding, MARK_INVALID, newline="")
     if text.read(1) != "\ufeff":
         text.seek(0)

@@ -3,6 +3,7 @@ datasets."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Literal
 from megatron.data.indexed_dataset import get_loss_mask_prefix, get_tokenizer_file
 from megatron.data.indexed_writer import join_datasets, write_shuffled
 from megatron_lab.data_tools.preprocess import storage
+from megatron_lab.data_tools.preprocess.chat_detection import find_first_form
+from megatron_lab.data_tools.preprocess.chat_records import KNOWN_FORMS, MESSAGES_KEY, PAIR_FORMS, describe_form
 from megatron_lab.data_tools.preprocess.engines import Engine
 from megatron_lab.data_tools.preprocess.input_shards import InputShard, find_sources, select_shard_size, split_into_shards
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
@@ -55,7 +58,7 @@ def preprocess(
     Args:
         inputs: files, folders, patterns (such as data/*.jsonl) and URLs, read in this order.
         output_prefix: start of the output paths; a path whose folder exists, or a URL.
-        job: JSON keys, tokenizer and other settings of the job.
+        job: JSON keys, tokenizer and other settings of the job. Without keys, those of the first conversation are used.
         input_format: format of all files; None to detect it from their names.
         engine: backend that processes the shards (parts of the input); None for this process.
         shard_size: bytes of the input per shard; None for the shard size of the resumed job, or for about a thousandth of the
@@ -88,9 +91,11 @@ def preprocess(
             f"--output-prefix {output_prefix}: the folder {Path(output_prefix).parent} does not exist.\n  Make it first."
         )
     bad_records_file, encodings_file = f"{output_prefix}_bad_lines.txt", f"{output_prefix}_encodings.txt"
-    sources, messages = find_sources(inputs, input_format, output_files=[bad_records_file, encodings_file])
+    chat_notes_file = f"{output_prefix}_chat_notes.txt"
+    sources, messages = find_sources(inputs, input_format, output_files=[bad_records_file, encodings_file, chat_notes_file])
     for message in messages:
         log(message)
+    job = _select_chat_keys(job, sources, log)
     job_folder = JobFolder(f"{output_prefix}.parts", len(job.dataset_suffixes))
     if start_mode == "restart" and job_folder.read_settings() is not None:
         with job_folder.lock():
@@ -111,6 +116,7 @@ def preprocess(
             _join_parts(reports, job, summary, log)
             reports.write_bad_records(bad_records_file, summary)
             reports.write_encoding_notes(encodings_file, summary)
+            reports.write_chat_notes(chat_notes_file, summary)
         except BaseException:
             job_folder.remove_unfinished()
             if job_folder.has_no_shards():
@@ -118,6 +124,32 @@ def preprocess(
             raise
         job_folder.remove()
     return summary
+
+
+def _select_chat_keys(job: PreprocessJob, sources: Sequence[InputRange], log: Callable[[str], None]) -> PreprocessJob:
+    """Return a job of conversations with the keys that contain them: those of the first record, if the user has set none.
+
+    A prompt and an answer under two keys become one dataset, which is named as one of messages.
+    """
+    if job.chat is None or job.column is not None:
+        return job
+    keys = job.keys
+    if not keys:
+        found = find_first_form(sources, job.text_encoding, skips_bad_records=job.skip_bad_records)
+        if found is None:
+            keys = (MESSAGES_KEY,)
+            log(
+                f"the first record has no conversation under a known key ({KNOWN_FORMS}), so {MESSAGES_KEY!r} is expected; "
+                "--json-keys sets another key"
+            )
+        else:
+            location, keys = found
+            log(f"{location}: the records are {describe_form(keys)}; --json-keys sets other keys")
+    return (
+        dataclasses.replace(job, keys=(MESSAGES_KEY,), chat_keys=keys)
+        if keys in PAIR_FORMS
+        else dataclasses.replace(job, keys=keys)
+    )
 
 
 def _prepare_shards(

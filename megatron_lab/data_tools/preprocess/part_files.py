@@ -81,6 +81,8 @@ class ShardReport:
     replaced: list[tuple[int, int, int, str]] = field(default_factory=list)
     """Records whose invalid bytes were replaced, up to a maximum number: (index of the file range in the shard, index of the record
     in the range, number of invalid bytes, description of the first of them)."""
+    chat_notes: dict[str, int] = field(default_factory=dict)
+    """Number of times that each note about a conversation was given, such as about fields that the template does not write."""
     errors: ErrorHandling | None = None
     """Treatment of invalid bytes when the shard was converted (--errors); None in a report of a version of the tool that did not
     detect encodings."""

@@ -3,9 +3,11 @@ summary."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -13,7 +15,7 @@ from megatron.data.indexed_writer import write_atomically
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
-from megatron_lab.data_tools.preprocess.text_encoding import EncodingNotes, format_replaced
+from megatron_lab.data_tools.preprocess.text_encoding import EncodingNotes, format_count, format_replaced
 from megatron_lab.data_tools.preprocess.text_records import InputRange
 
 
@@ -45,6 +47,11 @@ class Summary:
     """Path of the file that lists all invalid records; None if there are none."""
     encoding_notes: EncodingNotes = field(default_factory=EncodingNotes)
     """Files that are not UTF-8, and records with invalid bytes."""
+    chat_notes: dict[str, int] = field(default_factory=dict)
+    """Notes about conversations, for example about fields that the template does not write, with the number of times that each was
+    given. `format_chat_notes` makes lines of them."""
+    chat_notes_file: str | None = None
+    """Path of the list of `chat_notes`; None if the list is empty."""
     encodings_file: str | None = None
     """Path of the list of files that are not UTF-8 and of records whose invalid bytes were replaced; None if this list is empty."""
 
@@ -152,6 +159,17 @@ _MAX_SUMMARY_RECORDS = 1000
 """Maximum number of invalid records in a `Summary`."""
 
 
+def format_chat_notes(notes: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each note about conversations.
+
+    Args:
+        notes: number of times that each note was given. The number replaces the braces around the unit: "{message}" becomes
+            "2 messages".
+    """
+    for note, count in notes.items():
+        yield re.sub(r"\{([a-z ]+)\}", lambda match, count=count: format_count(count, match[1]), note)  # type: ignore[misc]
+
+
 @dataclass(frozen=True)
 class JobReports:
     """Reports of a job's processed shards (parts of the input), by the index of the shard.
@@ -218,6 +236,22 @@ class JobReports:
         has_lines = any(report.num_encodings + report.num_replaced_records for report in reports)
         if self._write_list(path, self._iter_encoding_notes(summary.encoding_notes) if has_lines else None):
             summary.encodings_file = path
+
+    def write_chat_notes(self, path: str, summary: Summary) -> None:
+        """Write the notes about conversations to a file, and add the notes and the path to the summary.
+
+        An empty list is not written, and the list of an earlier job is removed.
+
+        Args:
+            path: path or URL of the list.
+            summary: summary of the job, updated in place.
+        """
+        total: Counter[str] = Counter()
+        for report in self.by_shard.values():
+            total.update(report.chat_notes)
+        summary.chat_notes = dict(sorted(total.items()))
+        if self._write_list(path, format_chat_notes(summary.chat_notes) if total else None):
+            summary.chat_notes_file = path
 
     def _write_list(self, path: str, lines: Iterator[str] | None) -> bool:
         """Write lines to a file, or remove the file of an earlier job if `lines` is None. Return whether the file was written."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -22,13 +23,21 @@ from megatron.data.indexed_dataset import MARK_TYPE, get_loss_mask_prefix, get_t
 from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
 from megatron.data.samples import DOCUMENT_END
 from megatron.data.tokenizer import Tokenizer, build_tokenizer, require_tokenizer_json
-from megatron_lab.data_tools.preprocess.chat import ChatTemplate, Messages, check_messages, get_encoder
+from megatron_lab.data_tools.preprocess.chat import ChatTemplate, get_encoder
+from megatron_lab.data_tools.preprocess.chat_records import Chat, ChatReader
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError, UndecodableRecordError
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
 from megatron_lab.data_tools.preprocess.storage import compute_digest, explain_disk_full
 from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding
-from megatron_lab.data_tools.preprocess.text_records import DETECTED_FORMATS, PARSERS, InputRange, parse_values, read_records
+from megatron_lab.data_tools.preprocess.text_records import (
+    DETECTED_FORMATS,
+    PARSERS,
+    InputRange,
+    ValueCheck,
+    parse_values,
+    read_records,
+)
 
 FORMAT_VERSION = 1
 """Version of part files and reports. Files of another version are not reused."""
@@ -57,6 +66,9 @@ class PreprocessJob:
     """Chat template with which conversations are rendered as text; None if the records are texts."""
     text_encoding: TextEncoding = TextEncoding()  # noqa: RUF009 - a constant
     """Encoding of the input files, and treatment of invalid bytes."""
+    chat_keys: tuple[str, ...] | None = None
+    """JSON keys or table columns that contain the prompt and the answer of a conversation (`chat_records.PAIR_FORMS`). None if
+    a conversation is a list of messages, or if the records are texts."""
 
     @property
     def dataset_suffixes(self) -> tuple[str, ...]:
@@ -67,8 +79,8 @@ class PreprocessJob:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """JSON keys, or table columns, that contain the texts: one for each key of --json-keys."""
-        return self.keys if self.column is None else (self.column,)
+        """JSON keys, or table columns, that every record must have: one for each dataset, or two for a prompt and an answer."""
+        return self.chat_keys or (self.keys if self.column is None else (self.column,))
 
     @property
     def tokenizer_file(self) -> Path:
@@ -125,7 +137,21 @@ def get_job_settings(job: PreprocessJob) -> dict[str, object]:
         "number of token ids": tokenizer.vocab_size,
         "eod id": tokenizer.eod,
         "token type": np.dtype(dtype).name,
-        **({} if job.chat is None else {"chat template": job.chat.text, "chat date": job.chat.date}),
+        **({} if job.chat is None else _get_chat_settings(job, job.chat)),
+    }
+
+
+_CHAT_VERSION = 2
+"""Version of the conversion of conversations. Version 1 did not pass tools to the template, among others."""
+
+
+def _get_chat_settings(job: PreprocessJob, chat: ChatTemplate) -> dict[str, object]:
+    return {
+        "chat template": chat.text,
+        "chat date": chat.date,
+        "version of the conversion of conversations": _CHAT_VERSION,
+        **({} if chat.tools_text is None else {"chat template for tools": chat.tools_text}),
+        **({} if job.chat_keys is None else {"keys of prompt and answer": list(job.chat_keys)}),
     }
 
 
@@ -266,13 +292,13 @@ class _ShardBuilder:
             range_index: index of the range in the shard, for messages about invalid records.
         """
         parse, columns, count = PARSERS[input_range.file_format], self._job.columns, 0
-        check = parse_values if self._job.chat is None else check_messages
+        check, optional_columns = self._select_check(is_table=input_range.file_format == "parquet")
         decoder = RecordDecoder(self._job.text_encoding)
         try:
-            with closing(read_records(input_range, columns, self._report_progress, decoder)) as range_records:
+            with closing(read_records(input_range, columns, self._report_progress, decoder, optional_columns)) as range_records:
                 for count, record in enumerate(range_records, start=1):
                     try:
-                        values = parse(record, columns, check, decoder)
+                        values = parse(record, columns, check, decoder, optional_columns)
                         if values is None:
                             self._report.num_empty += 1
                         else:
@@ -297,6 +323,13 @@ class _ShardBuilder:
         self._report.num_bytes += input_range.num_bytes
         self._report_progress(0)
 
+    def _select_check(self, *, is_table: bool) -> tuple[ValueCheck, tuple[str, ...]]:
+        """Return the function that checks the values of a record, and the keys that it needs besides `PreprocessJob.columns`."""
+        if self._job.chat is None:
+            return parse_values, ()
+        reader = ChatReader(self._job.columns, get_encoder(self._job.chat, self._job.tokenizer_file).variables)
+        return functools.partial(reader.read, is_table=is_table), reader.optional_keys
+
     def finish(self) -> ShardReport:
         """Write the documents that are still in memory to the datasets, and return the report of the shard."""
         self._write()
@@ -307,30 +340,30 @@ class _ShardBuilder:
     def _encode(self, values: Sequence[Any]) -> None:
         """Encode a record and add its documents to the datasets.
 
-        A long text gives several documents if `cut_documents` is set.
+        A long text gives several documents if `cut_documents` is set, and a conversation if its template changes earlier answers.
 
         Args:
             values: text or conversation of each JSON key.
         """
         job = self._job
-        if job.cut_documents is not None and job.chat is None:
-            text_segments = [list(split_text(text, job.cut_documents)) for text in values]
-            for i in range(max(map(len, text_segments))):
-                self._add_documents([segments[i] if i < len(segments) else "" for segments in text_segments], first=not i)
-        else:
-            self._add_documents(values)
+        if job.chat is not None:
+            for i, encoded in enumerate(self._encode_conversations(values)):
+                self._add_documents(encoded, first=not i)
+            return
+        limit = job.cut_documents
+        text_segments = [[text] if limit is None else list(split_text(text, limit)) for text in values]
+        for i in range(max(map(len, text_segments))):
+            texts = [segments[i] if i < len(segments) else "" for segments in text_segments]
+            self._add_documents([self._tokenizer.encode_array(text) for text in texts], first=not i)
 
-    def _add_documents(self, values: Sequence[Any], *, first: bool = True) -> None:
-        """Encode one document for each JSON key and add the documents to the datasets.
+    def _add_documents(self, encoded: Sequence[NDArray[np.integer]], *, first: bool) -> None:
+        """Add one document for each JSON key to the datasets.
 
         Args:
-            values: text or conversation of each JSON key.
+            encoded: token ids for each JSON key, then the loss masks if the records are conversations.
             first: whether these are the first documents of their record. Only then do documents without tokens count as empty.
         """
         job = self._job
-        encoded = (
-            [self._tokenizer.encode_array(text) for text in values] if job.chat is None else self._encode_conversations(values)
-        )
         for key, ids in zip(job.keys, encoded, strict=False):
             if len(ids) + job.append_eod > MAX_DOCUMENT_TOKENS:
                 raise BadRecordError(
@@ -355,16 +388,21 @@ class _ShardBuilder:
         if self._num_buffered > _MAX_BUFFERED_TOKENS or len(self._lengths[0]) > _MAX_BUFFERED_DOCUMENTS:
             self._write()
 
-    def _encode_conversations(self, values: Sequence[Messages]) -> list[NDArray[np.integer]]:
-        """Return the token ids of each conversation, followed by the loss mask of each conversation.
+    def _encode_conversations(self, chats: Sequence[Chat]) -> Iterator[list[NDArray[np.integer]]]:
+        """Yield the token ids of one document of each conversation, followed by their loss masks, until no document is left.
 
         Args:
-            values: conversation of each JSON key.
+            chats: conversation of each JSON key.
         """
         assert self._job.chat is not None
         encoder = get_encoder(self._job.chat, self._job.tokenizer_file)
-        encoded = [encoder.encode(messages) for messages in values]
-        return [*(ids for ids, _ in encoded), *(marks for _, marks in encoded)]
+        encoded = [encoder.encode(chat) for chat in chats]
+        for chat in encoded:
+            for note, count in chat.notes.items():
+                self._report.chat_notes[note] = self._report.chat_notes.get(note, 0) + count
+        none = (np.empty(0, np.uint32), np.empty(0, MARK_TYPE))
+        for documents in itertools.zip_longest(*(chat.documents for chat in encoded), fillvalue=none):
+            yield [*(ids for ids, _ in documents), *(marks for _, marks in documents)]
 
     def _write(self) -> None:
         for writer, tokens, lengths in zip(self._writers, self._tokens, self._lengths, strict=True):

@@ -63,12 +63,17 @@ class InputRange:
 
 
 def read_records(
-    input_range: InputRange, columns: Sequence[str], on_progress: Callable[[int], None], decoder: RecordDecoder
+    input_range: InputRange,
+    columns: Sequence[str],
+    on_progress: Callable[[int], None],
+    decoder: RecordDecoder,
+    optional_columns: Sequence[str] = (),
 ) -> Records:
     """Yield the records of a file range without parsing them: lines as bytes, table rows as values, or the content of a text file.
 
     Args:
         columns: columns of parquet and csv files to read.
+        optional_columns: columns that are read too. The value of a column that the file does not have is None.
         on_progress: called repeatedly with the number of bytes of the range that have been read.
         decoder: decoder of the records. Its encoding and the offset of the current record are set here.
 
@@ -87,11 +92,11 @@ def read_records(
         elif input_range.file_format == "parquet":
             decoder.set_utf8()
             for group in range(input_range.start, input_range.end):
-                yield from _read_rows(input_range.path, file, columns, group)
+                yield from _read_rows(input_range.path, file, columns, optional_columns, group)
                 on_progress(input_range.num_bytes * (group + 1 - input_range.start) // (input_range.end - input_range.start))
         elif input_range.file_format == "csv":
             if input_range.num_bytes:
-                yield from csv_records.read_rows(input_range.path, file, columns, on_progress, decoder)
+                yield from csv_records.read_rows(input_range.path, file, columns, on_progress, decoder, optional_columns)
         elif input_range.file_format == "text":
             yield file.read()
         else:
@@ -207,13 +212,17 @@ def list_row_groups(path: str, columns: Sequence[str], *, requires_strings: bool
         return [(sum(group.column(n).total_compressed_size for n in range(group.num_columns)), group.num_rows) for group in groups]
 
 
-def _read_rows(path: str, file: BinaryIO, columns: Sequence[str], group: int) -> Iterator[tuple[object, ...]]:
-    """Yield the values of `columns` for each row of a row group in a parquet file. Memory holds at most one row group.
+def _read_rows(
+    path: str, file: BinaryIO, columns: Sequence[str], optional_columns: Sequence[str], group: int
+) -> Iterator[tuple[object, ...]]:
+    """Yield the values of all columns for each row of a row group in a parquet file. Memory holds at most one row group.
 
     A string that is not valid UTF-8 is yielded as bytes.
 
     Args:
         path: path or URL of the file, for error messages.
+        columns: columns of the file.
+        optional_columns: columns that the file need not have. Their values are then None.
         group: index of the row group.
 
     Raises:
@@ -222,9 +231,12 @@ def _read_rows(path: str, file: BinaryIO, columns: Sequence[str], group: int) ->
     import pyarrow
 
     parquet_file = _open_parquet(path, file)
+    existing = [*columns, *(name for name in optional_columns if parquet_file.schema_arrow.names.count(name) == 1)]
     try:
-        for batch in parquet_file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=[*columns], use_threads=False):
-            yield from zip(*(_to_values(batch.column(name)) for name in columns), strict=True)
+        for batch in parquet_file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=existing, use_threads=False):
+            values = {name: _to_values(batch.column(name)) for name in existing}
+            absent = [None] * batch.num_rows
+            yield from zip(*(values.get(name, absent) for name in (*columns, *optional_columns)), strict=True)
     except (pyarrow.lib.ArrowException, OSError) as error:
         raise DamagedFileError(
             f"{path}: row group {group} is damaged: {' '.join(str(error).split())}\n  Create or copy the file again."
@@ -361,12 +373,16 @@ def check_encodable(text: str, label: str) -> None:
         ) from error
 
 
-def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck, decoder: RecordDecoder) -> list[Any] | None:
-    """Parse a line of a JSON lines file. Return the values of `keys`, or None if the line is blank.
+def parse_line(
+    line: bytes, keys: Sequence[str], check: ValueCheck, decoder: RecordDecoder, optional_keys: Sequence[str] = ()
+) -> list[Any] | None:
+    """Parse a line of a JSON lines file. Return the values of all keys, or None if the line is blank.
 
     Args:
+        keys: keys that the line must have.
         check: function that checks these values and returns them, or raises `BadRecordError`.
         decoder: decoder with the encoding of the file.
+        optional_keys: keys whose value is None if the line does not have them.
 
     Raises:
         ValueError: the line is not a JSON object with a valid value for each key.
@@ -391,11 +407,15 @@ def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck, decoder: Rec
                 f"the line has no key {key!r} (--json-keys, --column); the keys of the line are: "
                 f"{', '.join(map(repr, [*record][:8])) or 'none'}. Choose a key of the line, or correct the line"
             )
-    return check([record[key] for key in keys], keys)
+    return check([*(record[key] for key in keys), *map(record.get, optional_keys)], [*keys, *optional_keys])
 
 
 def parse_row(
-    values: Sequence[object] | BadRecordError, keys: Sequence[str], check: ValueCheck, decoder: RecordDecoder
+    values: Sequence[object] | BadRecordError,
+    keys: Sequence[str],
+    check: ValueCheck,
+    decoder: RecordDecoder,
+    optional_keys: Sequence[str] = (),
 ) -> list[Any] | None:
     """Return the values of a table row after decoding and checking them.
 
@@ -405,22 +425,27 @@ def parse_row(
         keys: columns of the values, for error messages.
         check: function that checks the values and returns them, or raises `BadRecordError`.
         decoder: decoder with the encoding of the file.
+        optional_keys: columns of the values after those of `keys`.
 
     Raises:
         BadRecordError: a value is not valid, or the row could not be read.
     """
     if isinstance(values, BadRecordError):
         raise values
-    return check([decoder.decode_value(value, key) for key, value in zip(keys, values, strict=True)], keys)
+    all_keys = [*keys, *optional_keys]
+    return check([decoder.decode_value(value, key) for key, value in zip(all_keys, values, strict=True)], all_keys)
 
 
-def parse_text(content: bytes, keys: Sequence[str], check: ValueCheck, decoder: RecordDecoder) -> list[Any]:
+def parse_text(
+    content: bytes, keys: Sequence[str], check: ValueCheck, decoder: RecordDecoder, optional_keys: Sequence[str] = ()
+) -> list[Any]:
     """Decode a text file, which is a single record. Return its content as a list with this only value.
 
     Args:
         keys: the key "text", for error messages.
         check: function that checks the content and returns it, or raises `BadRecordError`.
         decoder: decoder that detects the encoding of the file.
+        optional_keys: not used, because the record has no other keys.
 
     Raises:
         BadRecordError: the file is not valid in its encoding, or its encoding is not recognized.
@@ -429,7 +454,7 @@ def parse_text(content: bytes, keys: Sequence[str], check: ValueCheck, decoder: 
     return check([decoder.decode(content)], keys)
 
 
-PARSERS: dict[FileFormat, Callable[[Any, Sequence[str], ValueCheck, RecordDecoder], list[Any] | None]] = {
+PARSERS: dict[FileFormat, Callable[..., list[Any] | None]] = {
     "jsonl": parse_line,
     "jsonl.gz": parse_line,
     "jsonl.zst": parse_line,
