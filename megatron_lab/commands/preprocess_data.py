@@ -1,4 +1,4 @@
-r"""Make an indexed dataset (.bin and .idx) from JSON lines (.jsonl, also .gz and .zst), parquet, tables or folders of plain text.
+r"""Make an indexed dataset (.bin and .idx) from JSON lines or arrays, parquet, Arrow, tables or folders of plain text.
 
 For example::
 
@@ -52,6 +52,7 @@ _MAX_PRINTED_BAD_LINES = 20
 _STOP_RETRY_SECONDS = 5.0
 _PREPROCESSING_FLAGS = (
     "input_format",
+    "input_split",
     "output_prefix",
     "tokenizer_type",
     "json_keys",
@@ -281,6 +282,7 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
             text_encoding=get_text_encoding(args),
         ),
         input_format=args.input_format,
+        input_split=args.input_split,
         engine=Engine(args.engine, args.workers, args.ray_address),
         shard_size=args.shard_size,
         start_mode="resume" if args.resume else "restart" if args.restart else "new",
