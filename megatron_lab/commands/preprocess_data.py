@@ -308,6 +308,11 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
         screen.log(
             f"{summary.num_loss_tokens:,} tokens ({answer_share:.1%}) are answers, which count in the loss with --data-loss-mask"
         )
+    if summary.num_documents == len(args.json_keys):
+        screen.log(
+            "NOTE: the dataset is a single document, which --split of training cannot divide into training and validation data."
+            + (" --cut-documents 20000 splits it into documents of at most 20,000 characters." if chat is None else "")
+        )
     for prefix in summary.prefixes:
         screen.log(f"wrote {prefix}.bin and {prefix}.idx")
     return summary

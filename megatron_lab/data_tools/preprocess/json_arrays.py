@@ -127,16 +127,18 @@ class _TextBuffer:
         Raises:
             _SyntaxError: the value is incomplete or is not valid JSON.
         """
-        self.peek()
+        if not self.peek():
+            raise _SyntaxError("the array is not closed")
         value: Any
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
                 is_incomplete = error.msg.startswith("Unterminated string") or len(self._text) - error.pos < _MAX_TOKEN_CHARACTERS
+                place = self._describe_offset(error.pos)
                 if is_incomplete and self._read():
                     continue
-                raise _SyntaxError(f"{error.msg.removesuffix(' at')}{self._describe_offset(error.pos)}") from error
+                raise _SyntaxError(f"{error.msg.removesuffix(' at')}{place}") from error
             except RecursionError as error:
                 raise _SyntaxError(f"the record{self._describe_offset(self._position)} is nested too deeply") from error
             except ValueError as error:  # an integer of too many digits
