@@ -167,9 +167,9 @@ def _find_fields(fields: Sequence[Any], key: str) -> list[Any]:
     named = [field for field in fields if field.name == key]
     if named:
         return named if len(named) == 1 else []
-    for name, rest in iter_key_splits(key):
+    for name, inner_key in iter_key_splits(key):
         parents = [field for field in fields if field.name == name and types.is_struct(field.type)]
-        if len(parents) == 1 and (found := _find_fields(list(parents[0].type), rest)):
+        if len(parents) == 1 and (found := _find_fields(list(parents[0].type), inner_key)):
             return [parents[0], *found]
     return []
 

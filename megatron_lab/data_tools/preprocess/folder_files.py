@@ -87,10 +87,10 @@ class FileSelection:
                 f"--input-split {self._split}: no folder of --input contains splits of DatasetDict.save_to_disk ({_SPLITS_FILE}).\n"
                 "  Leave the flag out, and give the files of the split."
             )
-        kinds = {"hidden": self.hidden, "description of a dataset": self._skipped}
+        paths_by_reason = {"hidden": self.hidden, "description of a dataset": self._skipped}
         return [
-            f"skipped, {kind}: {len(paths):,}: {', '.join(paths[:_MAX_LISTED_FILES])}{' ...' * (len(paths) > _MAX_LISTED_FILES)}"
-            for kind, paths in kinds.items()
+            f"skipped, {reason}: {len(paths):,}: {', '.join(paths[:_MAX_LISTED_FILES])}{' ...' * (len(paths) > _MAX_LISTED_FILES)}"
+            for reason, paths in paths_by_reason.items()
             if paths
         ]
 

@@ -48,8 +48,8 @@ def _find_value(record: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key, which may be nested, in a JSON object; `_MISSING` without such a key."""
     if key in record:
         return record[key]
-    for name, rest in iter_key_splits(key):
-        if isinstance(inner := record.get(name), dict) and (value := _find_value(inner, rest)) is not _MISSING:
+    for name, inner_key in iter_key_splits(key):
+        if isinstance(inner := record.get(name), dict) and (value := _find_value(inner, inner_key)) is not _MISSING:
             return value
     return _MISSING
 
