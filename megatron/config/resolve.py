@@ -17,6 +17,7 @@ from megatron.config.data import (
     has_split_datasets,
     parse_split,
 )
+from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import Flag, get_flag, get_flags
 from megatron.config.imports import import_object
 from megatron.config.setting import get_flag_name
@@ -25,7 +26,7 @@ from megatron.config.setting import get_flag_name
 def resolve_settings(config: Config) -> tuple[Config, list[str]]:
     """Derive settings that are not given from others, and reset settings without effect to their defaults. Returns the settings,
     and a line for the start-up log about each change."""
-    config, notes = _infer_tokenizer_type(config)
+    config, notes = _infer_tokenizer_type(_select_tokenizer_snapshot(config))
     if config.training.skip_train:
         config = import_object("megatron_lab.data_tools.evaluation_run:adapt_settings")(config, notes)
     by_condition: dict[str, list[str]] = {}
@@ -60,6 +61,18 @@ def _is_idle(flag: Flag, config: Config) -> bool:
 def format_no_effect_note(settings: list[str], reason: str) -> str:
     """Format the note about settings without effect that have the same reason."""
     return f"{', '.join(settings)} {'has' if len(settings) == 1 else 'have'} no effect: {reason}."
+
+
+def _select_tokenizer_snapshot(config: Config) -> Config:
+    """Replace the folder of a model in the cache of the Hugging Face Hub by the folder of its snapshot in --tokenizer-model."""
+    path = config.data.tokenizer_model
+    if path is None or not os.path.isdir(os.path.join(path, "snapshots")):
+        return config
+    try:
+        snapshot = import_object("megatron_lab.data_tools.hub_snapshots:resolve_snapshot")(path)
+    except ValueError as error:
+        raise ConfigError([Violation(("--tokenizer-model",), f"--tokenizer-model {error}")]) from error
+    return replace(config, data=replace(config.data, tokenizer_model=snapshot))
 
 
 def _infer_tokenizer_type(config: Config) -> tuple[Config, list[str]]:

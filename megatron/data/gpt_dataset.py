@@ -217,16 +217,14 @@ def _check_size(selection: Selection, seq_length: int) -> None:
     """
     dataset, split = selection.dataset, selection.split
     if selection.num_tokens <= seq_length:
-        advice = (
-            ", cut long texts with --cut-documents of tools/preprocess_data.py, give this split its own data "
-            f"({_PATH_FLAGS[split]}), or do without evaluation (--eval-iters 0)."
-        )
+        single = " --split cannot divide a single document." if dataset.num_documents == 1 else ""
         raise DatasetError(
             f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(selection.documents):,} of {dataset.num_documents:,} "
             f"documents and {selection.num_tokens:,} tokens, but one sample needs {seq_length + 1:,} tokens "
-            f"(--seq-length {seq_length} + 1).\n"
-            "  Give this split a larger share with --split, use a dataset with more documents or a shorter --seq-length"
-            + (advice if split else ".")
+            f"(--seq-length {seq_length} + 1).{single}\n"
+            "  Give this split a larger share with --split, use a dataset with more documents or a shorter --seq-length, cut long "
+            f"texts with --cut-documents of tools/preprocess_data.py, or give this split its own data ({_PATH_FLAGS[split]})"
+            + (", or do without evaluation (--eval-iters 0)." if split else ".")
         )
 
 

@@ -5,9 +5,10 @@
     python tools/evaluate.py --load runs/a --tasks hellaswag arc_easy --limit 100         (extra: lm-eval)
 
 --load names a model as for tools/generate_text.py: a --save folder, one checkpoint in it, a Hugging Face folder, or a checkpoint of
-Megatron-LM. A file is a text, which is one document, JSON lines with a "text" each (.jsonl), or an indexed dataset (its path
-without .bin and .idx). Documents are evaluated independently. The first token of a document is predicted from the token that begins
-a text (bos, or else the end-of-document token). A dataset that was written with another tokenizer is refused.
+Megatron-LM. A file is an indexed dataset (its path without .bin and .idx), or has a format that tools/preprocess_data.py reads: a
+text, which is one document, or records with the key "text" each, such as JSON lines. Documents are evaluated independently. The
+first token of a document is predicted from the token that begins a text (bos, or else the end-of-document token). A dataset that
+was written with another tokenizer is refused.
 
 A document longer than the window is evaluated in several windows. Each window scores the next --stride tokens, and its other tokens
 are context. A smaller stride gives each token more context, and takes longer. Perplexity per byte is comparable between models with
@@ -43,7 +44,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_flags(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--files", nargs="+", metavar="FILE", help="Compute the perplexity on these texts or indexed datasets (prefixes)."
+        "--files",
+        nargs="+",
+        metavar="FILE",
+        help="Compute the perplexity on these texts, folders of texts or indexed datasets (prefixes).",
     )
     source.add_argument("--tasks", nargs="+", metavar="TASK", help="Run these tasks of lm-evaluation-harness.")
     parser.add_argument(

@@ -1,4 +1,4 @@
-r"""Make an indexed dataset (.bin and .idx) from JSON lines (.jsonl, also .gz and .zst), parquet, tables or folders of plain text.
+r"""Make an indexed dataset (.bin and .idx) from JSON lines or arrays, parquet, Arrow, tables or folders of plain text.
 
 For example::
 
@@ -54,6 +54,7 @@ _MAX_PRINTED_BAD_LINES = 20
 _STOP_RETRY_SECONDS = 5.0
 _PREPROCESSING_FLAGS = (
     "input_format",
+    "input_split",
     "output_prefix",
     "tokenizer_type",
     "json_keys",
@@ -290,6 +291,7 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
             text_encoding=get_text_encoding(args),
         ),
         input_format=args.input_format,
+        input_split=args.input_split,
         engine=Engine(args.engine, args.workers, args.ray_address),
         shard_size=args.shard_size,
         start_mode="resume" if args.resume else "restart" if args.restart else "new",
@@ -318,6 +320,11 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
         answer_share = summary.num_loss_tokens / max(summary.num_tokens, 1)
         screen.log(
             f"{summary.num_loss_tokens:,} tokens ({answer_share:.1%}) are answers, which count in the loss with --data-loss-mask"
+        )
+    if summary.num_documents == len(args.json_keys):
+        screen.log(
+            "NOTE: the dataset is a single document, which --split of training cannot divide into training and validation data."
+            + (" --cut-documents 20000 splits it into documents of at most 20,000 characters." if chat is None else "")
         )
     for dataset_index, prefix in enumerate(summary.prefixes):
         is_mask = dataset_index >= len(args.json_keys)

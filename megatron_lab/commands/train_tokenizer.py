@@ -103,6 +103,7 @@ def _run(args: argparse.Namespace) -> None:
         args.json_keys if args.column is None else [args.column],
         args.max_bytes,
         file_format=args.input_format,
+        split=args.input_split,
         on_error=args.on_error,
         text_encoding=get_text_encoding(args),
     )

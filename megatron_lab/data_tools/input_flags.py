@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron_lab.data_tools.preprocess.file_formats import COMPRESSIBLE_FORMATS, COMPRESSIONS, CONTENT_FORMATS, FILE_FORMATS
 from megatron_lab.data_tools.preprocess.text_encoding import ERROR_HANDLINGS, TextEncoding, normalize_encoding
 
 SKIP, SKIP_FILES = "skip", "skip-files"
@@ -50,15 +51,22 @@ def add_input_flags(parser: argparse.ArgumentParser, *, required: bool, keys_hel
         required=required,
         metavar="PATH",
         help="files, folders, patterns or URLs, read in this order; those of a folder or pattern are sorted. Formats by suffix: "
-        ".jsonl .ndjson .json (JSON lines, also with .gz or .zst), .parquet, .csv .tsv (tables), .txt .md .rst .tex and source "
-        "code such as .py (a file is a document)",
+        ".jsonl .ndjson .json (JSON lines, or an array of records), .csv .tsv (tables), .txt .md .rst .tex and source code such as "
+        ".py (a file is a document), all also with .gz .zst .bz2 .xz; .parquet, .arrow .feather; folders of save_to_disk",
     )
     parser.add_argument(
         "--input-format",
-        choices=("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv", "text"),
-        help="format of all files of --input (by their suffixes)",
+        choices=FILE_FORMATS,
+        metavar="FORMAT",
+        help=f"format of all files of --input: {' '.join(CONTENT_FORMATS)}, where {' '.join(COMPRESSIBLE_FORMATS)} may be followed "
+        f"by {' '.join(f'.{compression}' for compression in COMPRESSIONS)} (by their suffixes)",
     )
-    parser.add_argument("--json-keys", "--json-key", nargs="+", metavar="KEY", help=keys_help)
+    parser.add_argument(
+        "--input-split", metavar="NAME", help="split to read of folders with several splits, written by DatasetDict.save_to_disk"
+    )
+    parser.add_argument(
+        "--json-keys", "--json-key", nargs="+", metavar="KEY", help=f"{keys_help}; data.text is the key text inside of data"
+    )
     parser.add_argument(
         "--column", metavar="NAME", help="column or key that contains the text, if its name differs from --json-keys"
     )

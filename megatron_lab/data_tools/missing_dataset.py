@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.config.data import DataConfig, get_tokenizer_settings
 from megatron_lab.data_tools.hub_names import format_advice, format_download, may_be_hub_name
-from megatron_lab.data_tools.preprocess.input_shards import FORMAT_BY_SUFFIX, detect_format
+from megatron_lab.data_tools.preprocess.file_formats import detect_format, split_suffix
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 
 
@@ -37,7 +37,7 @@ def explain_missing_dataset(prefix: str, tokenizer: DataConfig) -> str | None:
         return f"dataset {prefix}: there are no files {prefix}.bin and {prefix}.idx.{advice}"
     if not _contains_text(path):
         return None
-    output = _remove_suffix(prefix.rstrip("/"))
+    output, _ = split_suffix(prefix.rstrip("/"))
     subject = "a folder of texts" if path.is_dir() else "a text"
     return (
         f"dataset {prefix}: this is {subject}, but a run reads token ids.\n  Convert it:\n"
@@ -74,8 +74,3 @@ def _contains_text(path: Path) -> bool:
     """Return whether a file, or a file in a folder, has a format that preprocessing reads."""
     files = (file for _, _, names in os.walk(path) for file in names) if path.is_dir() else (path.name,)
     return any(detect_format(file) is not None for file in files)
-
-
-def _remove_suffix(path: str) -> str:
-    suffixes = sorted(FORMAT_BY_SUFFIX, key=len, reverse=True)
-    return next((path[: -len(suffix)] for suffix in suffixes if path.lower().endswith(suffix)), path)

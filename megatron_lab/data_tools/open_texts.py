@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig, get_tokenizer_settings
 from megatron.config.optional_packages import import_optional
 from megatron.data.indexed_dataset import DatasetError
+from megatron_lab.data_tools.hub_snapshots import resolve_snapshot
 from megatron_lab.data_tools.streamed_texts import MAX_RESHARDED_FILES, format_missing_column
 
 _BUILDERS = {
@@ -92,7 +93,7 @@ def _create_builder(library: Any, config: DataConfig) -> Any:
             raise DatasetError(f"--hf-dataset {path}: there is no such file.\n  Check the path.")
         path, settings = builder_name, {"data_files": {config.hf_split: path}}
     elif os.path.isdir(path):
-        path = os.path.abspath(path)  # not the builder of the library that has the folder's name, such as text
+        path = os.path.abspath(resolve_snapshot(path))  # not the builder of the library that has the folder's name, such as text
     builder = library.load_dataset_builder(path, config.hf_subset, **settings)
     if hasattr(builder.config, "sample_by"):  # of text files, each is a document, as for tools/preprocess_data.py
         builder = library.load_dataset_builder(path, config.hf_subset, **settings, sample_by="document")

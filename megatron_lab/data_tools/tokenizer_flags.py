@@ -6,6 +6,7 @@ import argparse
 from typing import get_args
 
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig, TiktokenPattern, TokenizerType, get_tokenizer_settings
+from megatron_lab.data_tools.hub_snapshots import resolve_snapshot
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -59,6 +60,11 @@ def build_tokenizer_config(args: argparse.Namespace, parser: argparse.ArgumentPa
         if name not in applicable:
             condition = f"with --tokenizer-type {args.tokenizer_type}" if args.tokenizer_type else "without --tokenizer-type"
             parser.error(f"--{name.replace('_', '-')} has no effect {condition}: leave it out")
+    if "tokenizer_model" in values:
+        try:
+            values["tokenizer_model"] = resolve_snapshot(values["tokenizer_model"])
+        except ValueError as error:
+            parser.error(f"--tokenizer-model {error}")
     if "tiktoken_special_tokens" in values:
         values["tiktoken_special_tokens"] = tuple(values["tiktoken_special_tokens"])
     return DataConfig(tokenizer_type=args.tokenizer_type, **values)

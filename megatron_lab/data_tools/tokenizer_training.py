@@ -17,9 +17,10 @@ from typing import Any, Literal
 from megatron.config.optional_packages import import_optional
 from megatron.data.indexed_writer import write_atomically
 from megatron_lab.data_tools.preprocess.errors import DamagedFileError, UndecodableRecordError
+from megatron_lab.data_tools.preprocess.file_formats import FileFormat
 from megatron_lab.data_tools.preprocess.input_shards import find_sources, split_into_shards
 from megatron_lab.data_tools.preprocess.text_encoding import EncodingNotes, RecordDecoder, TextEncoding
-from megatron_lab.data_tools.preprocess.text_records import PARSERS, FileFormat, InputRange, parse_values, read_records
+from megatron_lab.data_tools.preprocess.text_records import InputRange, get_parser, parse_values, read_records
 from megatron_lab.data_tools.sentencepiece_json import build_added_token
 from megatron_lab.tokenizers.vocabulary_files import GPT2_EOD_TOKEN
 
@@ -195,6 +196,7 @@ def sample_texts(
     max_bytes: int,
     *,
     file_format: FileFormat | None = None,
+    split: str | None = None,
     on_error: OnError = "stop",
     text_encoding: TextEncoding = TextEncoding(),  # noqa: B008 - a constant
 ) -> TextSample:
@@ -209,6 +211,7 @@ def sample_texts(
         max_bytes: maximum size of the sampled texts in UTF-8 bytes. At least one text is sampled. Of each document, only the first
             million characters are used.
         file_format: format of all files; None to detect it from their names.
+        split: split to read of each folder that `DatasetDict.save_to_disk` wrote.
         on_error: treatment of invalid records and unreadable files, as --on-error of tools/preprocess_data.py. Only records that
             belong to the sample are checked.
         text_encoding: encoding of the files, and treatment of invalid bytes.
@@ -221,14 +224,14 @@ def sample_texts(
     notes = EncodingNotes()
     num_bytes = min_level = num_documents = 0
     for document_index, (source, record_index, record, decoder) in enumerate(
-        _iter_records(inputs, keys, file_format, text_encoding, skipped.append if on_error == "skip-files" else None)
+        _iter_records(inputs, keys, file_format, split, text_encoding, skipped.append if on_error == "skip-files" else None)
     ):
         level = 64 - (document_index * _FIBONACCI_MULTIPLIER % 2**64).bit_length()  # one document in 2**k has level k or more
         num_documents += 1
         if level < min_level:
             continue
         try:
-            text = "\n".join(PARSERS[source.file_format](record, keys, parse_values, decoder) or [])[:_MAX_DOCUMENT_CHARACTERS]
+            text = "\n".join(get_parser(source.file_format)(record, keys, parse_values, decoder) or [])[:_MAX_DOCUMENT_CHARACTERS]
         except (ValueError, RecursionError) as error:
             decoder.take_replaced()
             notes.num_undecodable += isinstance(error, UndecodableRecordError)
@@ -266,19 +269,21 @@ def _iter_records(
     inputs: Sequence[str],
     keys: Sequence[str],
     file_format: FileFormat | None,
+    split: str | None,
     text_encoding: TextEncoding,
     on_skipped_file: Callable[[str], None] | None,
 ) -> Iterator[tuple[InputRange, int, Any, RecordDecoder]]:
     """Read all records of the inputs.
 
     Args:
+        split: split to read of each folder that `DatasetDict.save_to_disk` wrote.
         text_encoding: encoding of the files, and treatment of invalid bytes.
         on_skipped_file: called with the problem of each unusable file, which is skipped; None to raise the error.
 
     Yields:
         The file, the index of the record within the file, the record, and the decoder for it.
     """
-    sources, messages = find_sources(inputs, file_format)
+    sources, messages = find_sources(inputs, file_format, split=split)
     for message in messages:  # about skipped and empty files
         print(message, file=sys.stderr)
     for source in sources:
@@ -291,7 +296,7 @@ def _iter_records(
                 try:
                     with closing(read_records(input_range, keys, lambda _: None, decoder)) as range_records:
                         for record in range_records:
-                            yield source, record_index, record, decoder
+                            yield input_range, record_index, record, decoder
                             record_index += 1
                 except DamagedFileError as error:
                     if on_skipped_file is None:

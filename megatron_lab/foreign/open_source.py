@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from megatron.checkpoint.errors import CheckpointError, format_list
@@ -10,6 +11,7 @@ from megatron.checkpoint.save_folder import LATEST, find_checkpoint, get_checkpo
 from megatron.checkpoint.storage import CONFIG, MANIFEST, PathOrUrl
 from megatron.checkpoint.storage_url import open_storage
 from megatron_lab.data_tools.hub_names import suggest_model_download
+from megatron_lab.data_tools.hub_snapshots import resolve_snapshot
 from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
@@ -23,7 +25,8 @@ def open_source(
 
     Args:
         path: a --save folder (its newest complete checkpoint is read) or one checkpoint in it, both also as a URL; a Hugging Face
-            folder; or a Megatron-LM folder in either format, or one iteration in it.
+            folder, or the folder of a model in the cache of the Hub; or a Megatron-LM folder in either format, or one iteration in
+            it.
         step: iteration to read from a folder with several iterations; "best" for the lowest validation loss (--keep-best).
         vocab_size: number of rows of the word embedding without padding, for a Megatron-LM checkpoint that does not record it.
         average: read the exponential moving averages of the weights (--ema-decay) instead of the weights.
@@ -32,6 +35,7 @@ def open_source(
         CheckpointError: the folder does not exist or has no supported format, or it does not contain iteration `step`.
         DamagedCheckpointError: the folder has no complete checkpoint.
     """
+    path = resolve_snapshot(os.fspath(path))
     storage = open_storage(path)
     folder_type = detect_folder_type(storage)
     if folder_type in (FolderType.CHECKPOINT, FolderType.HUGGING_FACE) and step is not None:

@@ -8,8 +8,9 @@ from contextlib import closing
 from typing import Any
 
 from megatron_lab.data_tools.preprocess.chat_records import FORM_KEYS, find_form
+from megatron_lab.data_tools.preprocess.file_formats import split_format
 from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding
-from megatron_lab.data_tools.preprocess.text_records import PARSERS, InputRange, read_records
+from megatron_lab.data_tools.preprocess.text_records import InputRange, get_parser, read_records
 
 _MAX_EXAMINED_RECORDS = 100
 """Maximum number of records of a file that are examined if invalid records are skipped."""
@@ -50,8 +51,8 @@ def _iter_first_records(source: InputRange, text_encoding: TextEncoding) -> Iter
 
     If the file cannot be read, nothing is yielded: its conversion reports the problem.
     """
-    decoder = RecordDecoder(text_encoding)
-    if source.file_format == "text" or not source.num_bytes:
+    decoder, parse = RecordDecoder(text_encoding), get_parser(source.file_format)
+    if split_format(source.file_format)[0] == "text" or not source.num_bytes:
         return
     # The range of a parquet file is counted in row groups.
     first_range = dataclasses.replace(source, end=1) if source.file_format == "parquet" else source
@@ -59,7 +60,7 @@ def _iter_first_records(source: InputRange, text_encoding: TextEncoding) -> Iter
         with closing(read_records(first_range, (), lambda _: None, decoder, FORM_KEYS)) as records:
             for record_index, raw_record in zip(range(_MAX_EXAMINED_RECORDS), records, strict=False):
                 try:
-                    values = PARSERS[source.file_format](raw_record, (), lambda values, keys: list(values), decoder, FORM_KEYS)
+                    values = parse(raw_record, (), lambda values, keys: list(values), decoder, FORM_KEYS)
                 except (ValueError, RecursionError):
                     continue
                 if values is not None:

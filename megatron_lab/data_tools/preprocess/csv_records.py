@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
 from megatron_lab.data_tools.preprocess import storage
+from megatron_lab.data_tools.preprocess.compression import explain_damage, open_decompressed
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
 from megatron_lab.data_tools.preprocess.text_encoding import DETECTION_BYTES, MARK_INVALID, RecordDecoder, TextEncoding
 
@@ -19,17 +20,22 @@ _MAX_FIELD_SIZE = 2**31 - 1  # the largest limit that the csv module accepts on 
 _MAX_HEADER_BYTES = 1 << 20
 
 
-def check_columns(path: str, columns: Sequence[str], text_encoding: TextEncoding) -> None:
-    """Check that a csv or tsv file has each of `columns` exactly once.
+def check_columns(path: str, compression: str | None, columns: Sequence[str], text_encoding: TextEncoding) -> None:
+    """Check that a csv or tsv file has each of `columns` exactly once, unless it is empty.
 
     Args:
+        compression: compression of the file; None for an uncompressed file.
         text_encoding: settings that select the encoding of the file.
 
     Raises:
         ValueError: a column is missing, or its name occurs several times in the header.
     """
     with storage.open_binary(path) as file:
-        _read_header(path, file, columns, RecordDecoder(text_encoding))
+        if compression is None:
+            _read_header(path, file, columns, RecordDecoder(text_encoding))
+            return
+        with explain_damage(path, lambda: "in its first rows"), open_decompressed(path, file, compression) as content:
+            _read_header(path, content, columns, RecordDecoder(text_encoding))
 
 
 def _read_header(path: str, file: BinaryIO, columns: Sequence[str], decoder: RecordDecoder) -> tuple[str, list[str]]:
@@ -39,13 +45,16 @@ def _read_header(path: str, file: BinaryIO, columns: Sequence[str], decoder: Rec
         decoder: decoder whose encoding is set.
 
     Returns:
-        The separator, and the names of all columns. Without `columns`, it is the separator that gives the most columns.
+        The separator, and the names of all columns: none if the file is empty. Without `columns`, it is the separator with the
+        most columns.
 
     Raises:
         ValueError: no separator gives each of `columns` exactly once.
     """
     content = file.read(DETECTION_BYTES)
     file.seek(0)
+    if not content:
+        return _SEPARATORS[0], []
     decoder.set_encoding(content, is_complete=len(content) < DETECTION_BYTES)
     text = content[:_MAX_HEADER_BYTES].decode(decoder.encoding, "replace").removeprefix("\ufeff")
     headers = {}
@@ -72,7 +81,7 @@ def read_rows(
     path: str,
     file: BinaryIO,
     columns: Sequence[str],
-    on_progress: Callable[[int], None],
+    on_progress: Callable[[], None],
     decoder: RecordDecoder,
     optional_columns: Sequence[str] = (),
 ) -> Iterator[Any]:
@@ -84,7 +93,7 @@ def read_rows(
         path: path or URL of the file, for error messages.
         file: the opened file.
         columns: names of the columns, in the order of the yielded values.
-        on_progress: called after each row with the number of bytes that have been read.
+        on_progress: called after each row.
         decoder: decoder whose encoding is set.
         optional_columns: names of columns that the file need not have. Their values are then None.
 
@@ -93,6 +102,8 @@ def read_rows(
     """
     csv.field_size_limit(_MAX_FIELD_SIZE)
     separator, names = _read_header(path, file, columns, decoder)
+    if not names:
+        return
     optional_indices = (names.index(column) if names.count(column) == 1 else len(names) for column in optional_columns)
     column_indices = [*map(names.index, columns), *optional_indices]
     text = io.TextIOWrapper(cast(Any, file), decoder.encoding, MARK_INVALID, newline="")
@@ -119,4 +130,4 @@ def read_rows(
                 continue  # a blank line
             yield tuple(row[column_index] if column_index < len(row) else None for column_index in column_indices)
         num_rows += 1
-        on_progress(file.tell())
+        on_progress()

@@ -18,44 +18,24 @@ from functools import cached_property
 import xxhash
 
 from megatron_lab.data_tools.hub_names import suggest_texts_download
+from megatron_lab.data_tools.hub_snapshots import resolve_snapshot
 from megatron_lab.data_tools.preprocess import storage
-from megatron_lab.data_tools.preprocess.csv_records import check_columns
+from megatron_lab.data_tools.preprocess.arrow_records import check_columns as check_arrow_columns
+from megatron_lab.data_tools.preprocess.compression import read_start
+from megatron_lab.data_tools.preprocess.csv_records import check_columns as check_csv_columns
+from megatron_lab.data_tools.preprocess.file_formats import KNOWN_FORMATS, FileFormat, detect_format, join_format, split_format
+from megatron_lab.data_tools.preprocess.folder_files import FileSelection
+from megatron_lab.data_tools.preprocess.json_arrays import DETECTION_BYTES, starts_array
 from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding, has_one_byte_newlines
-from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange, list_row_groups
-
-_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
-_SOURCE_CODE_SUFFIXES = tuple(
-    ".py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .java .kt .scala .cs .go .rs .swift .zig .js .mjs .jsx .ts .tsx .php .rb .pl .lua "
-    ".sh .bash .r .jl .m .f90 .sql .hs .ml .ex .exs .erl .clj .lisp .el .dart .vue".split()
-)
-"""Suffixes of source code files."""
-FORMAT_BY_SUFFIX: dict[str, FileFormat] = {
-    **dict.fromkeys(_JSONL_SUFFIXES, "jsonl"),
-    **{f"{suffix}.gz": "jsonl.gz" for suffix in _JSONL_SUFFIXES},
-    **{f"{suffix}.zst": "jsonl.zst" for suffix in _JSONL_SUFFIXES},
-    ".parquet": "parquet",
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **dict.fromkeys((*_TEXT_SUFFIXES, *_SOURCE_CODE_SUFFIXES), "text"),
-}
-"""Format of a file by the suffix of its name: JSON lines, parquet, a table, or plain text and source code (each file is one
-document)."""
-
-_KNOWN_FORMATS = (
-    f"Known formats: {', '.join(name for name in FORMAT_BY_SUFFIX if name not in _SOURCE_CODE_SUFFIXES)}, and source code "
-    f"({', '.join(_SOURCE_CODE_SUFFIXES[:6])} ...)."
-    " For files with other names, set --input-format."
-)
-
-
-def detect_format(path: str) -> FileFormat | None:
-    """Return the format of a file, determined from its suffix; None if the suffix is unknown."""
-    name = path.rpartition("/")[2].lower()
-    return next((file_format for suffix, file_format in FORMAT_BY_SUFFIX.items() if name.endswith(suffix)), None)
+from megatron_lab.data_tools.preprocess.text_records import InputRange, list_row_groups
 
 
 def find_sources(
-    inputs: Sequence[str], file_format: FileFormat | None = None, output_files: Sequence[str] = ()
+    inputs: Sequence[str],
+    file_format: FileFormat | None = None,
+    output_files: Sequence[str] = (),
+    *,
+    split: str | None = None,
 ) -> tuple[list[InputRange], list[str]]:
     """Find the input files that the arguments of --input name.
 
@@ -67,23 +47,26 @@ def find_sources(
         inputs: paths, patterns and URLs.
         file_format: format of all files; None to detect it from their names.
         output_files: files that this tool writes. They are skipped if an input folder contains them.
+        split: split to read of each folder that `DatasetDict.save_to_disk` wrote (--input-split).
 
     Returns:
         The files, each as a range that covers the complete file, and messages about skipped and empty files.
 
     Raises:
-        ValueError: an argument matches no usable file, or a file is listed twice.
+        ValueError: an argument matches no usable file, a file is listed twice or is a link to a missing file, or a folder contains
+            several splits and `split` names none of them.
     """
     sources: dict[str, InputRange] = {}  # by real path, with links resolved
     unknown_suffixes: Counter[str] = Counter()
+    selection = FileSelection(split)
     for argument in inputs:
         num_previous = len(sources)
-        for path in _expand_argument(argument):
+        for path in selection.select(_expand_argument(argument, selection.hidden.append), storage.normalize_path(argument)):
             if (detected := file_format or detect_format(path)) is None:
                 if path == storage.normalize_path(argument):
-                    raise ValueError(f"--input {argument}: the format of this file is unknown.\n  {_KNOWN_FORMATS}")
+                    raise ValueError(f"--input {argument}: the format of this file is unknown.\n  {KNOWN_FORMATS}")
                 unknown_suffixes[_get_suffix(path)] += 1
-            elif path not in output_files and (file_stat := storage.stat(path)) is not None:
+            elif path not in output_files and (file_stat := _stat_file(path)) is not None:
                 real_path = path if storage.is_url(path) else os.path.realpath(path)
                 if real_path in sources:
                     raise ValueError(
@@ -93,27 +76,45 @@ def find_sources(
                 size, version = file_stat
                 sources[real_path] = InputRange(path, detected, version, 0, size, size, 0)
         if len(sources) == num_previous:
-            raise ValueError(f"--input {argument}: there is no file of a known format.\n  {_KNOWN_FORMATS}")
+            raise ValueError(f"--input {argument}: there is no file of a known format.\n  {KNOWN_FORMATS}")
     messages = [f"skipped, unknown format: {count:,} ending with {suffix}" for suffix, count in sorted(unknown_suffixes.items())]
+    messages += selection.finish()
     empty_files = [source.path for source in sources.values() if not source.num_bytes]
     if empty_files:
         messages.append(f"empty files: {len(empty_files):,}, for example {empty_files[0]}")
     return list(sources.values()), messages
 
 
-def _expand_argument(argument: str) -> Iterator[str]:
-    """Yield the paths of all files that an argument of --input names: a file, or the files of a folder or pattern."""
+def _expand_argument(argument: str, on_hidden: Callable[[str], None]) -> Iterator[str]:
+    """Yield the paths of all files that an argument of --input names: a file, or the files of a folder or pattern.
+
+    Args:
+        on_hidden: called with the path of each file or folder that is skipped because its name starts with a dot.
+    """
     path = storage.normalize_path(argument)
     if storage.stat(path) is not None:
         yield path
     elif storage.is_folder(path):
-        yield from sorted(storage.list_files(path))
+        yield from sorted(storage.list_files(resolve_snapshot(path), on_hidden))
     elif glob.has_magic(argument):
         for match in sorted(storage.glob(path)):
-            yield from sorted(storage.list_files(match)) if storage.is_folder(match) else [match]
+            yield from sorted(storage.list_files(resolve_snapshot(match), on_hidden)) if storage.is_folder(match) else [match]
     else:
         advice = suggest_texts_download(argument)
         raise ValueError(f"--input {argument}: there is no such file or folder. Check the path.{advice}")
+
+
+def _stat_file(path: str) -> tuple[int, str] | None:
+    """Return the result of `storage.stat`.
+
+    Raises:
+        ValueError: the file is a link to a file that does not exist.
+    """
+    if (file_stat := storage.stat(path)) is None and not storage.is_url(path) and os.path.islink(path) and not os.path.exists(path):
+        raise ValueError(
+            f"{path} is a link to {os.readlink(path)}, which does not exist.\n  Copy the file again, or remove the link."
+        )
+    return file_stat
 
 
 def _get_suffix(path: str) -> str:
@@ -184,7 +185,7 @@ def split_into_shards(
     small_files: list[InputRange] = []
     num_bytes = 0
     for source in sources:
-        if source.file_format == "text" and tuple(keys) != ("text",):
+        if split_format(source.file_format)[0] == "text" and tuple(keys) != ("text",):
             raise ValueError(
                 f"{source.path} is plain text, whose only key is 'text', but --json-keys is {' '.join(keys)}.\n"
                 "  Preprocess plain text files in a separate job."
@@ -215,11 +216,23 @@ def _split_file(
 ) -> Iterator[InputRange]:
     """Yield the ranges into which a file is split.
 
-    They are byte ranges of JSON lines, row groups of parquet, or the complete file for other formats.
+    They are byte ranges of JSON lines, row groups of parquet, or the complete file for other formats. The content of a JSON file
+    tells whether it consists of lines or of an array.
     """
-    if source.file_format == "csv" and source.num_bytes:
-        check_columns(source.path, columns, text_encoding)
-    if source.file_format == "jsonl" and (source.num_bytes <= shard_size or _can_split_lines(source.path, text_encoding)):
+    content_format, compression = split_format(source.file_format)
+    has_lines = False
+    if content_format in ("jsonl", "json") and source.num_bytes:
+        decoder = RecordDecoder(text_encoding)
+        is_array = starts_array(read_start(source.path, compression, DETECTION_BYTES), decoder)
+        source = dataclasses.replace(source, file_format=join_format("json" if is_array else "jsonl", compression))
+        # From a byte on, lines cannot be found in UTF-16, for example.
+        can_split = source.num_bytes <= shard_size or has_one_byte_newlines(decoder.encoding)
+        has_lines = not is_array and compression is None and can_split
+    elif content_format == "csv":
+        check_csv_columns(source.path, compression, columns, text_encoding)
+    elif content_format == "arrow":
+        check_arrow_columns(source.path, columns, requires_strings=requires_strings)
+    if has_lines:
         for start in range(0, source.num_bytes, shard_size):
             end = min(start + shard_size, source.num_bytes)
             num_preceding = None if start else 0
@@ -237,11 +250,3 @@ def _split_file(
                 num_bytes = num_rows = 0
     else:
         yield source
-
-
-def _can_split_lines(path: str, text_encoding: TextEncoding) -> bool:
-    """Return whether the lines of a file can be found from any byte on: not in UTF-16, for example."""
-    decoder = RecordDecoder(text_encoding)
-    with storage.open_binary(path) as file:
-        decoder.set_encoding_of_json(file.read(4))
-    return has_one_byte_newlines(decoder.encoding)

@@ -15,6 +15,7 @@ from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.chat_detection import find_first_form
 from megatron_lab.data_tools.preprocess.chat_records import KNOWN_FORMS, MESSAGES_KEY, PAIR_FORMS, describe_form
 from megatron_lab.data_tools.preprocess.engines import Engine
+from megatron_lab.data_tools.preprocess.file_formats import FileFormat
 from megatron_lab.data_tools.preprocess.input_shards import InputShard, find_sources, select_shard_size, split_into_shards
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
 from megatron_lab.data_tools.preprocess.reports import DiskSpaceMonitor, JobReports, ProgressMeter, Summary
@@ -26,7 +27,7 @@ from megatron_lab.data_tools.preprocess.shard_work import (
     get_tokenizer,
 )
 from megatron_lab.data_tools.preprocess.storage import explain_disk_full
-from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange
+from megatron_lab.data_tools.preprocess.text_records import InputRange
 from megatron_lab.tokenizers.fingerprint import compute_fingerprint, format_dataset_fingerprint, write_dataset_fingerprint
 
 _RESUME = "Continue with --resume: finished shards are kept."
@@ -41,6 +42,7 @@ def preprocess(
     job: PreprocessJob,
     *,
     input_format: FileFormat | None = None,
+    input_split: str | None = None,
     engine: Engine | None = None,
     shard_size: int | None = None,
     start_mode: Literal["new", "resume", "restart"] = "new",
@@ -60,6 +62,7 @@ def preprocess(
         output_prefix: start of the output paths; a path whose folder exists, or a URL.
         job: JSON keys, tokenizer and other settings of the job. Without keys, those of the first conversation are used.
         input_format: format of all files; None to detect it from their names.
+        input_split: split to read of each folder that `DatasetDict.save_to_disk` wrote.
         engine: backend that processes the shards (parts of the input); None for this process.
         shard_size: bytes of the input per shard; None for the shard size of the resumed job, or for about a thousandth of the
             input.
@@ -92,7 +95,8 @@ def preprocess(
         )
     bad_records_file, encodings_file = f"{output_prefix}_bad_lines.txt", f"{output_prefix}_encodings.txt"
     chat_notes_file = f"{output_prefix}_chat_notes.txt"
-    sources, messages = find_sources(inputs, input_format, output_files=[bad_records_file, encodings_file, chat_notes_file])
+    output_files = [bad_records_file, encodings_file, chat_notes_file]
+    sources, messages = find_sources(inputs, input_format, output_files=output_files, split=input_split)
     for message in messages:
         log(message)
     job = _select_chat_keys(job, sources, log)
@@ -218,13 +222,15 @@ def _prepare_shards(
         on_skipped_file=on_skipped_file,
     )
     log(f"files: {len(sources):,}, {sum(source.num_bytes for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
-    large_compressed_files = [
-        source for source in sources if source.file_format in ("jsonl.gz", "jsonl.zst") and source.num_bytes > bytes_per_shard
+    unsplit_files = [
+        input_range.path
+        for shard in shards
+        for input_range in shard.ranges
+        if input_range.num_bytes > bytes_per_shard and input_range.file_format not in ("jsonl", "parquet", "text")
     ]
-    if large_compressed_files:
+    if unsplit_files:
         log(
-            f"compressed files that cannot be split: {len(large_compressed_files):,}, for example "
-            f"{large_compressed_files[0].path}; one worker reads each "
+            f"files that cannot be split: {len(unsplit_files):,}, for example {unsplit_files[0]}; one worker reads each "
             "of them to its end (smaller files or uncompressed jsonl use all workers)"
         )
     job_folder.create({**job_settings, "shard size": bytes_per_shard, _DETECTS_ENCODINGS: True})

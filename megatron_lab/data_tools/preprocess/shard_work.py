@@ -26,18 +26,12 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer, require_tokenize
 from megatron_lab.data_tools.preprocess.chat import ChatTemplate, get_encoder
 from megatron_lab.data_tools.preprocess.chat_records import Chat, ChatReader
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError, UndecodableRecordError
+from megatron_lab.data_tools.preprocess.file_formats import DETECTED_FORMATS, TYPED_FORMATS, split_format
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
 from megatron_lab.data_tools.preprocess.storage import compute_digest, explain_disk_full
 from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding
-from megatron_lab.data_tools.preprocess.text_records import (
-    DETECTED_FORMATS,
-    PARSERS,
-    InputRange,
-    ValueCheck,
-    parse_values,
-    read_records,
-)
+from megatron_lab.data_tools.preprocess.text_records import InputRange, ValueCheck, get_parser, parse_values, read_records
 
 FORMAT_VERSION = 1
 """Version of part files and reports. Files of another version are not reused."""
@@ -255,7 +249,9 @@ def _can_reuse(report: ShardReport, shard: InputShard, job: PreprocessJob) -> bo
     if report.num_bad and not job.skip_bad_records:
         return False
     if report.errors is None:
-        return not report.num_bad and all(shard_range.file_format not in DETECTED_FORMATS for shard_range in shard.ranges)
+        return not report.num_bad and all(
+            split_format(shard_range.file_format)[0] not in DETECTED_FORMATS for shard_range in shard.ranges
+        )
     return report.errors == job.text_encoding.errors or not report.num_bad + report.num_replaced_records
 
 
@@ -291,8 +287,8 @@ class _ShardBuilder:
         Args:
             range_index: index of the range in the shard, for messages about invalid records.
         """
-        parse, columns, count = PARSERS[input_range.file_format], self._job.columns, 0
-        check, optional_columns = self._select_check(is_table=input_range.file_format == "parquet")
+        parse, columns, count = get_parser(input_range.file_format), self._job.columns, 0
+        check, optional_columns = self._select_check(is_table=split_format(input_range.file_format)[0] in TYPED_FORMATS)
         decoder = RecordDecoder(self._job.text_encoding)
         try:
             with closing(read_records(input_range, columns, self._report_progress, decoder, optional_columns)) as range_records:

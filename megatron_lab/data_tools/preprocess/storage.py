@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -71,19 +71,24 @@ def is_folder(path: str) -> bool:
     return bool(filesystem.isdir(name))
 
 
-def list_files(folder: str) -> Iterator[str]:
+def list_files(folder: str, on_hidden: Callable[[str], None] = lambda path: None) -> Iterator[str]:
     """Yield every file in a folder and its subfolders. A folder that several links name is visited only once.
 
     Names that start with a dot, and the folders of unfinished preprocessing jobs, are skipped.
+
+    Args:
+        on_hidden: called with the path of each file or local folder whose name starts with a dot.
     """
     if is_url(folder):
         filesystem, name = open_filesystem(folder)
         paths, job_file = sorted(filesystem.find(name)), f"{name.rstrip('/')}/{JOB_FILE}"
         jobs = tuple(path.removesuffix(JOB_FILE) for path in paths if path.endswith(f".parts/{JOB_FILE}") and path != job_file)
         for path in paths:
-            if not path.startswith(jobs or ("\0",)) and not any(
-                component.startswith(".") for component in path[len(name) :].split("/")
-            ):
+            if path.startswith(jobs or ("\0",)):
+                continue
+            if any(component.startswith(".") for component in path[len(name) :].split("/")):
+                on_hidden(filesystem.unstrip_protocol(path))
+            else:
                 yield filesystem.unstrip_protocol(path)
         return
     seen: set[str] = set()
@@ -93,6 +98,8 @@ def list_files(folder: str) -> Iterator[str]:
             folders.clear()
             continue
         seen.add(real_path)
+        for name in sorted(name for name in (*folders, *names) if name.startswith(".")):
+            on_hidden(os.path.join(parent, name))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
@@ -122,6 +129,15 @@ def open_binary(path: str) -> BinaryIO:
         return io.BufferedReader(cast(io.RawIOBase, open_regular(path)), BUFFER_BYTES)
     filesystem, name = open_filesystem(path)
     return cast(BinaryIO, io.BufferedReader(filesystem.open(name, "rb"), BUFFER_BYTES))
+
+
+def read_start(path: str, num_bytes: int) -> bytes:
+    """Return the first bytes of a file at a path or URL: `num_bytes`, or fewer if the file is shorter."""
+    if not is_url(path):
+        with open_regular(path) as file:
+            return cast(BinaryIO, file).read(num_bytes)
+    filesystem, name = open_filesystem(path)
+    return bytes(filesystem.cat_file(name, start=0, end=num_bytes))[:num_bytes]
 
 
 def write_text(path: str, text: str, sync: bool = True) -> None:

@@ -242,6 +242,13 @@ def _mark_invalid(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(MARK_INVALID, _mark_invalid)
 
 
+def find_invalid(marked: str) -> int | None:
+    """Return the index of the first invalid byte in a text that was decoded with the error handler `MARK_INVALID`; None if all
+    bytes are valid."""
+    first = _INVALID.search(marked)
+    return None if first is None else first.start()
+
+
 _BY_MARK = {"utf-16": "utf-16-le", "utf-32": "utf-32-le"}
 """Encodings whose byte order the mark at the start of the file sets, with the encoding of a file without a mark."""
 
@@ -300,7 +307,7 @@ class RecordDecoder:
             self.encoding = encoding
 
     def set_encoding_of_json(self, content: bytes) -> None:
-        """Set the encoding of a file of JSON lines: UTF-8, UTF-16 or UTF-32, unless --encoding sets it.
+        """Set the encoding of a file of JSON lines, or of a JSON array: UTF-8, UTF-16 or UTF-32, unless --encoding sets it.
 
         Args:
             content: first bytes of the file, at least 4 unless the file is shorter.
@@ -309,7 +316,7 @@ class RecordDecoder:
         # Without a mark, the zeros of the first characters, such as '{"', show the encoding. Zeros before a line are no text.
         if self.settings.name is None and self.note is None and (encoding := json.detect_encoding(content)) in _UTF_WITHOUT_MARK:
             start = content.decode(encoding, "ignore")
-            if start.isascii() and (start.startswith("{") or start[:1].isspace()):
+            if start.isascii() and (start.startswith(("{", "[")) or start[:1].isspace()):
                 self.encoding, self.note = encoding, f"read as {encoding} (detected)"
 
     def set_utf8(self) -> None:
@@ -358,9 +365,9 @@ class RecordDecoder:
         """
         if isinstance(value, bytes):
             return self.decode(value, f"of column {key!r}")
-        if not isinstance(value, str) or value.isascii() or (first := _INVALID.search(value)) is None:
+        if not isinstance(value, str) or value.isascii() or (first := find_invalid(value)) is None:
             return value
-        return self.resolve(value, f"character {first.start():,} of column {key!r}")
+        return self.resolve(value, f"character {first:,} of column {key!r}")
 
     def resolve(self, marked: str, location: str) -> str:
         """Return a text with its invalid bytes treated as --errors says.

@@ -5,25 +5,24 @@ Memory holds only a buffer and one record (for parquet, one row group).
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, cast
 
 from megatron.config.optional_packages import import_optional
-from megatron_lab.data_tools.preprocess import csv_records, storage
+from megatron_lab.data_tools.preprocess import arrow_records, csv_records, json_arrays, storage
+from megatron_lab.data_tools.preprocess.arrow_records import find_columns, get_column, to_values
+from megatron_lab.data_tools.preprocess.compression import explain_damage, open_decompressed
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
+from megatron_lab.data_tools.preprocess.file_formats import FileFormat, split_format
+from megatron_lab.data_tools.preprocess.record_keys import select_values
 from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, has_one_byte_newlines
 
-FileFormat = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv", "text"]
-DETECTED_FORMATS: tuple[FileFormat, ...] = ("csv", "text")
-"""Formats of files whose encoding is detected from their content."""
-
 Record = Any
-"""A line (bytes), the values of a table row, or the content of a text file (bytes). An exception for a row that cannot be read."""
+"""A line (bytes), a record of a JSON array as `json_arrays.read_records` yields it, the values of a table row, or the content of a
+text file (bytes). An exception for a row that cannot be read."""
 Records = Generator[Record, None, None]
 """Generator of the records of an input range."""
 
@@ -52,14 +51,18 @@ class InputRange:
         return file_stat is not None and file_stat[1] == self.version
 
     def format_location(self, record_index: int) -> str:
-        """Return the location of a record for messages, such as FILE:LINE. Lines are counted from 1, rows of tables from 0.
+        """Return the location of a record for messages, such as FILE:LINE. Lines and the records of an array are counted from 1,
+        rows of tables from 0.
 
         Args:
             record_index: index of the record in the file, from 0.
         """
-        if self.file_format == "text":
+        content_format, _ = split_format(self.file_format)
+        if content_format == "text":
             return self.path
-        return f"{self.path}: row {record_index}" if self.file_format in ("parquet", "csv") else f"{self.path}:{record_index + 1}"
+        if content_format == "jsonl":
+            return f"{self.path}:{record_index + 1}"
+        return f"{self.path}: record {record_index + 1}" if content_format == "json" else f"{self.path}: row {record_index}"
 
 
 def read_records(
@@ -80,8 +83,22 @@ def read_records(
     Raises:
         DamagedFileError: the file ends too early, or does not have the format of its suffix.
     """
-    with storage.open_binary(input_range.path) as file:
-        if input_range.file_format == "jsonl":
+    content_format, compression = split_format(input_range.file_format)
+    path = input_range.path
+    with storage.open_binary(path) as file:
+        if compression is not None:
+            num_records = 0
+            unit = _UNITS.get(content_format, "record")
+            with (
+                explain_damage(path, lambda: f"after {unit} {num_records:,} or later"),
+                open_decompressed(path, file, compression) as content,
+            ):
+                records = _read_content(
+                    path, content_format, content, columns, lambda: on_progress(file.tell()), decoder, optional_columns
+                )
+                for num_records, record in enumerate(records, start=1):  # noqa: B007 - the error message has the last number
+                    yield record
+        elif content_format == "jsonl":
             if not input_range.start:
                 decoder.set_encoding_of_json(file.read(4))
                 file.seek(0)
@@ -89,18 +106,61 @@ def read_records(
                 yield from _read_lines(file, input_range, on_progress, decoder)
             else:
                 yield from _read_encoded_lines(file, lambda: on_progress(file.tell()), decoder)
-        elif input_range.file_format == "parquet":
+        elif content_format == "parquet":
             decoder.set_utf8()
             for group in range(input_range.start, input_range.end):
-                yield from _read_rows(input_range.path, file, columns, optional_columns, group)
+                yield from _read_rows(path, file, columns, optional_columns, group)
                 on_progress(input_range.num_bytes * (group + 1 - input_range.start) // (input_range.end - input_range.start))
-        elif input_range.file_format == "csv":
-            if input_range.num_bytes:
-                yield from csv_records.read_rows(input_range.path, file, columns, on_progress, decoder, optional_columns)
-        elif input_range.file_format == "text":
-            yield file.read()
+        elif content_format == "arrow":
+            decoder.set_utf8()
+            yield from arrow_records.read_rows(path, file, columns, lambda: on_progress(file.tell()), optional_columns)
         else:
-            yield from _read_compressed_lines(file, input_range, on_progress, decoder)
+            buffered_file = cast(io.BufferedReader, file)
+            yield from _read_content(
+                path, content_format, buffered_file, columns, lambda: on_progress(file.tell()), decoder, optional_columns
+            )
+
+
+_UNITS = {"jsonl": "line", "csv": "row"}
+"""By content format: what a record is in its file. The others consist of records."""
+
+
+def _read_content(
+    path: str,
+    content_format: str,
+    content: io.BufferedReader,
+    columns: Sequence[str],
+    on_progress: Callable[[], None],
+    decoder: RecordDecoder,
+    optional_columns: Sequence[str],
+) -> Iterator[Record]:
+    """Yield the records of a content that is read from its start to its end.
+
+    Args:
+        path: path or URL of the file, for error messages.
+        content_format: one of `file_formats.COMPRESSIBLE_FORMATS`.
+        content: the opened file, or its decompressed content.
+        columns: columns of a table to read.
+        on_progress: called repeatedly.
+        decoder: decoder of the records. Its encoding and the offset of the current record are set here.
+        optional_columns: columns of a table that are read if it has them.
+    """
+    if content_format == "json":
+        yield from json_arrays.read_records(path, content, on_progress, decoder)
+    elif content_format == "csv":
+        yield from csv_records.read_rows(path, content, columns, on_progress, decoder, optional_columns)
+    elif content_format == "text":
+        yield content.read()
+    else:
+        decoder.set_encoding_of_json(content.peek(4)[:4])
+        if has_one_byte_newlines(decoder.encoding):
+            decoder.record_offset = 0
+            for line in content:
+                yield line
+                decoder.record_offset += len(line)
+                on_progress()
+        else:
+            yield from _read_encoded_lines(content, on_progress, decoder)
 
 
 def _read_lines(file: BinaryIO, input_range: InputRange, on_progress: Callable[[int], None], decoder: RecordDecoder) -> Records:
@@ -150,29 +210,6 @@ def _read_encoded_lines(file: BinaryIO, on_progress: Callable[[], None], decoder
         yield buffer
 
 
-def _read_compressed_lines(
-    file: BinaryIO, input_range: InputRange, on_progress: Callable[[int], None], decoder: RecordDecoder
-) -> Records:
-    num_lines = 0
-    try:
-        decompressed = gzip.GzipFile(fileobj=file) if input_range.file_format == "jsonl.gz" else ZstdReader(input_range.path, file)
-        with io.BufferedReader(cast(Any, decompressed), storage.BUFFER_BYTES) as lines:
-            decoder.set_encoding_of_json(lines.peek(4)[:4])
-            if has_one_byte_newlines(decoder.encoding):
-                decoder.record_offset = 0
-                for num_lines, line in enumerate(lines, start=1):  # noqa: B007 - the error message has the last number
-                    yield line
-                    decoder.record_offset += len(line)
-                    on_progress(file.tell())
-            else:
-                yield from _read_encoded_lines(cast(BinaryIO, lines), lambda: on_progress(file.tell()), decoder)
-    except (EOFError, gzip.BadGzipFile, zlib.error, DamagedFileError) as error:
-        raise DamagedFileError(
-            f"{input_range.path} is truncated or damaged, after line {num_lines:,} or later: {error}.\n"
-            "  Create or copy the file again."
-        ) from error
-
-
 _ROWS_PER_BATCH = 256
 
 
@@ -188,26 +225,8 @@ def list_row_groups(path: str, columns: Sequence[str], *, requires_strings: bool
     """
     with storage.open_binary(path) as file:
         parquet_file = _open_parquet(path, file)
-        from pyarrow import types
-
-        schema, metadata = parquet_file.schema_arrow, parquet_file.metadata
-        for name in columns:
-            if schema.names.count(name) != 1:
-                problem = "no column" if name not in schema.names else "more than one column"
-                names = ", ".join(map(repr, schema.names[:8]))
-                raise ValueError(
-                    f"{path} has {problem} {name!r} (--json-keys, --column). The columns of the file are: {names}. Choose one that "
-                    "occurs once."
-                )
-            column_type = schema.field(name).type
-            value_type = column_type.value_type if types.is_dictionary(column_type) else column_type
-            if requires_strings and not (
-                types.is_string(value_type) or types.is_large_string(value_type) or str(value_type) == "string_view"
-            ):
-                raise ValueError(
-                    f"{path}: the column {name!r} (--json-keys, --column) has the type {column_type}, not string. Choose a column "
-                    "of strings"
-                )
+        find_columns(path, parquet_file.schema_arrow, columns, requires_strings=requires_strings)
+        metadata = parquet_file.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         return [(sum(group.column(n).total_compressed_size for n in range(group.num_columns)), group.num_rows) for group in groups]
 
@@ -231,32 +250,15 @@ def _read_rows(
     import pyarrow
 
     parquet_file = _open_parquet(path, file)
-    existing = [*columns, *(name for name in optional_columns if parquet_file.schema_arrow.names.count(name) == 1)]
+    names = find_columns(path, parquet_file.schema_arrow, columns, optional_columns, requires_strings=False)
     try:
-        for batch in parquet_file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=existing, use_threads=False):
-            values = {name: _to_values(batch.column(name)) for name in existing}
-            absent = [None] * batch.num_rows
-            yield from zip(*(values.get(name, absent) for name in (*columns, *optional_columns)), strict=True)
+        selection = [".".join(column_names) for column_names in names if column_names]  # as parquet names fields of struct columns
+        for batch in parquet_file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=selection, use_threads=False):
+            yield from zip(*(to_values(get_column(batch, column_names)) for column_names in names), strict=True)
     except (pyarrow.lib.ArrowException, OSError) as error:
         raise DamagedFileError(
             f"{path}: row group {group} is damaged: {' '.join(str(error).split())}\n  Create or copy the file again."
         ) from error
-
-
-def _to_values(column: Any) -> list[object]:
-    import pyarrow
-
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:  # at least one value is invalid; the others are kept
-        return [_decode_or_keep(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
-
-
-def _decode_or_keep(value: bytes | None) -> str | bytes | None:
-    try:
-        return value.decode() if value is not None else None
-    except UnicodeDecodeError:
-        return value
 
 
 def _open_parquet(path: str, file: BinaryIO) -> Any:
@@ -275,58 +277,6 @@ def _open_parquet(path: str, file: BinaryIO) -> Any:
         return parquet.ParquetFile(file, pre_buffer=False, buffer_size=storage.BUFFER_BYTES, page_checksum_verification=True)
     except (pyarrow.lib.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a parquet file, or is damaged ({error}).\n  Create or copy the file again.") from error
-
-
-_MAX_WINDOW_BYTES = 1 << 31  # zstd --long=31. A window is kept in memory; without --long and --ultra it has at most 8 MB
-_COMPRESSED_READ_BYTES = 1 << 14  # text with a compression ratio of 100 then takes 1.6 MB
-
-
-class ZstdReader(io.RawIOBase):
-    """Binary stream of the decompressed content of a zstd file.
-
-    The stream reader of the zstandard library accepts a truncated file as complete; this class raises an error instead.
-
-    Args:
-        path: path or URL of the file, for error messages.
-        file: the opened compressed file.
-
-    Raises:
-        ValueError: the zstandard library is not installed.
-        DamagedFileError: from `readinto`, if the file is truncated or damaged.
-    """
-
-    def __init__(self, path: str, file: BinaryIO) -> None:
-        super().__init__()
-        self._library = import_optional("zstandard", f"{path}: zstd files are read by zstandard")
-        self._file = file
-        self._frame: Any = None
-        self._compressed = b""
-        self._decompressed = memoryview(b"")
-
-    def readable(self) -> bool:
-        """Return True: the stream supports reading."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer with decompressed bytes. Return the number of bytes, which is 0 only at the end of the file."""
-        while not self._decompressed:
-            compressed = self._compressed or self._file.read(_COMPRESSED_READ_BYTES)
-            if not compressed:
-                if self._frame is not None:
-                    raise DamagedFileError("the last zstd frame (unit of compressed data) is incomplete")
-                return 0
-            self._frame = self._frame or self._library.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
-            try:
-                self._decompressed = memoryview(self._frame.decompress(compressed))
-            except self._library.ZstdError as error:
-                raise DamagedFileError(str(error)) from error
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._decompressed))
-        buffer[:count] = self._decompressed[:count]
-        self._decompressed = self._decompressed[count:]
-        return count
 
 
 # ---- parsing of a record: one value per key
@@ -396,18 +346,36 @@ def parse_line(
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
+        if text.strip() == "{":
+            raise BadRecordError(
+                "the line is only '{', so the file seems to contain JSON over several lines. Write one object per line, such as "
+                "with jq -c . FILE, or with jq -c '.data[]' FILE for an object around an array with the name data"
+            ) from error
         raise BadRecordError(
             f"the line is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}. Correct this line of the input"
         ) from error
-    if not isinstance(record, dict):
-        raise BadRecordError(f'the line is not a JSON object like {{"{keys[0]}": "..."}}. Correct this line of the input')
-    for key in keys:
-        if key not in record:
-            raise BadRecordError(
-                f"the line has no key {key!r} (--json-keys, --column); the keys of the line are: "
-                f"{', '.join(map(repr, [*record][:8])) or 'none'}. Choose a key of the line, or correct the line"
-            )
-    return check([*(record[key] for key in keys), *map(record.get, optional_keys)], [*keys, *optional_keys])
+    return check(select_values(record, keys, "line", optional_keys), [*keys, *optional_keys])
+
+
+def parse_array_record(
+    record: Any, keys: Sequence[str], check: ValueCheck, decoder: RecordDecoder, optional_keys: Sequence[str] = ()
+) -> list[Any]:
+    """Return the values of `keys` and `optional_keys` in a record of a JSON array.
+
+    Args:
+        record: JSON value, `MarkedRecord` or error, as `json_arrays.read_records` yields them.
+        check: function that checks these values and returns them, or raises `BadRecordError`.
+        decoder: decoder with the encoding of the file.
+        optional_keys: keys that the record need not have. Their values are then None.
+
+    Raises:
+        BadRecordError: the record is not an object with a valid value for each key, or has invalid bytes.
+    """
+    if isinstance(record, BadRecordError):
+        raise record
+    if isinstance(record, json_arrays.MarkedRecord):
+        record = json.loads(decoder.resolve(record.text, f"character {record.first:,} of the record"))
+    return check(select_values(record, keys, "record", optional_keys), [*keys, *optional_keys])
 
 
 def parse_row(
@@ -454,12 +422,17 @@ def parse_text(
     return check([decoder.decode(content)], keys)
 
 
-PARSERS: dict[FileFormat, Callable[..., list[Any] | None]] = {
+_PARSERS: dict[str, Callable[..., list[Any] | None]] = {
     "jsonl": parse_line,
-    "jsonl.gz": parse_line,
-    "jsonl.zst": parse_line,
+    "json": parse_array_record,
     "parquet": parse_row,
+    "arrow": parse_row,
     "csv": parse_row,
     "text": parse_text,
 }
-"""By file format: function that returns the values of a record for the keys, or None for a blank line."""
+
+
+def get_parser(file_format: FileFormat) -> Callable[..., list[Any] | None]:
+    """Return the function that returns the values of a record for the keys, or None for a blank line, in files of a format. Its
+    arguments are those of `parse_line`."""
+    return _PARSERS[split_format(file_format)[0]]

@@ -7,15 +7,16 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lab.commands.preprocess_data import build_parser
-from megatron_lab.data_tools.preprocess import input_shards, job, storage
+from megatron_lab.data_tools.preprocess import job, storage
 from megatron_lab.data_tools.preprocess.engines import Engine
+from megatron_lab.data_tools.preprocess.file_formats import FILE_FORMATS, detect_format, split_suffix
 from megatron_lab.data_tools.preprocess.input_shards import (
     MAX_SHARD_SIZE,
     MIN_SHARD_SIZE,
@@ -28,7 +29,7 @@ from megatron_lab.data_tools.preprocess.job import preprocess
 from megatron_lab.data_tools.preprocess.reports import count_lines
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding
-from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange, read_records
+from megatron_lab.data_tools.preprocess.text_records import InputRange, read_records
 from tests.support.corpora import BYTES, FORMS, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_parquet
 
 DECODER = RecordDecoder(TextEncoding())
@@ -151,7 +152,10 @@ def test_folders_and_patterns_are_sorted_and_words_are_not(tmp_path: Path) -> No
     assert found("c.parquet", "b", "a.jsonl") == ["c.parquet", "b/10.jsonl", "b/2.jsonl", "b/sub/1.txt", "a.jsonl"]
     assert found("b/*") == ["b/10.jsonl", "b/2.jsonl", "b/sub/1.txt"]
     assert found("**/*.jsonl") == ["a.jsonl", "b/10.jsonl", "b/2.jsonl"]
-    assert find_sources([str(tmp_path / "b")])[1] == ["skipped, unknown format: 1 ending with .png"]
+    assert find_sources([str(tmp_path / "b")])[1] == [
+        "skipped, unknown format: 1 ending with .png",
+        f"skipped, hidden: 1: {tmp_path / 'b' / '.cache'}",
+    ]
 
 
 def test_what_the_tool_wrote_itself_is_no_input(tmp_path: Path) -> None:
@@ -204,7 +208,7 @@ def test_a_kind_that_names_do_not_say(tmp_path: Path) -> None:
 
 def test_the_tool_knows_all_kinds() -> None:
     (choices,) = [action.choices for action in build_parser()._actions if action.dest == "input_format"]
-    assert set(choices or ()) == set(get_args(FileFormat)) == {*input_shards.FORMAT_BY_SUFFIX.values()}
+    assert tuple(choices or ()) == FILE_FORMATS
 
 
 def test_kinds_by_name() -> None:
@@ -213,11 +217,17 @@ def test_kinds_by_name() -> None:
         "A.JSON": "jsonl",
         "a.ndjson.gz": "jsonl.gz",
         "s3://b/a.json.zst": "jsonl.zst",
+        "a.json.BZ2": "jsonl.bz2",
         "a.md": "text",
-        "a.txt.gz": None,
+        "a.txt.gz": "text.gz",
+        "a.tsv.xz": "csv.xz",
+        "a.feather": "arrow",
+        "a.parquet.gz": None,
+        "a.gz": None,
         "jsonl": None,
     }
-    assert {name: input_shards.detect_format(name) for name in kinds} == kinds
+    assert {name: detect_format(name) for name in kinds} == kinds
+    assert [split_suffix(name)[0] for name in ("b/a.v1.json.BZ2", "A.JSON", "jsonl")] == ["b/a.v1", "A", "jsonl"]
 
 
 # ---- the same bytes
