@@ -28,6 +28,7 @@ from megatron_lab.tokenizers.bpe_rules import (
     read_json,
 )
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
 from megatron_lab.tokenizers.vocabulary_files import PUBLISHED_FILES
 
 _CONFIG_FILE = "tokenizer_config.json"
@@ -116,7 +117,7 @@ def _copy_tokenizer_files(file: Path, tokenizer: Tokenizer, folder: Path, tokeni
         source_config = read_json(file.parent / _CONFIG_FILE, str(file.parent / _CONFIG_FILE), "a JSON object")
         _write_json(folder / _CONFIG_FILE, {"tokenizer_class": _TOKENIZER_CLASS} | source_config)
         return []
-    names = {token["id"]: token["content"] for token in read_json(file, str(file), "tokenizer.json").get("added_tokens") or []}
+    names = {token["id"]: token["content"] for token in read_tokenizer_json(file).added}
     _write_json(folder / _CONFIG_FILE, tokenizer_config | {"tokenizer_class": _TOKENIZER_CLASS} | _get_role_names(tokenizer, names))
     return [f"{file.parent} has no {_CONFIG_FILE}: one is written with the known special tokens"]
 

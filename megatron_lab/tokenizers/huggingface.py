@@ -25,6 +25,7 @@ from megatron_lab.tokenizers.tokenizer_json import (
     build_byte_vocabulary,
     covers_all_bytes,
     find_special_ids,
+    get_special_ids,
     read_tokenizer_json,
     split_merge,
 )
@@ -116,7 +117,7 @@ class LibraryTokenizer(Tokenizer):
         library = import_optional("tokenizers", f"{self._source}: {reason}. This needs the tokenizers library")
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = special.eod, special.bos, special.pad
-        self._special_ids = {special.eod, special.bos, special.pad} | {token["id"] for token in file.added if token.get("special")}
+        self._special_ids = {special.eod, special.bos, special.pad} | get_special_ids(file)
         document = _hide_eod(file, special.eod, self._source)
         try:
             self._tokenizer = library.Tokenizer.from_str(json.dumps(document))

@@ -28,13 +28,13 @@ from jinja2 import nodes
 from numpy.typing import NDArray
 
 from megatron.config.optional_packages import import_optional
-from megatron.config.regular_file import read_regular, read_text
+from megatron.config.regular_file import read_text
 from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import IN_LOSS
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
 from megatron_lab.data_tools.preprocess.text_records import check_encodable
 from megatron_lab.tokenizers.bpe_rules import read_json
-from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
+from megatron_lab.tokenizers.tokenizer_json import read_completed_json, read_tokenizer_json
 
 Messages = list[dict[str, Any]]
 """Conversation: a list of messages with the fields `role`, `content` and others."""
@@ -149,8 +149,9 @@ class ChatEncoder:
         self._render = _build_renderer(template)
         self._marks_answers = "generation" in _find_block_names(template.text)
         library = import_optional("tokenizers", "--chat-template needs the tokenizers library")
+        tokenizer_json = read_completed_json(tokenizer)
         try:
-            self._tokenizer = library.Tokenizer.from_buffer(read_regular(tokenizer))
+            self._tokenizer = library.Tokenizer.from_str(tokenizer_json)
         except Exception as error:  # the library raises `Exception` itself
             raise ValueError(
                 f"--tokenizer-model {tokenizer}: the tokenizers library cannot read this file: {error}.\n"
