@@ -68,7 +68,7 @@ def write_dataset(prefix: str | os.PathLike[str], texts: str | Iterable[str], **
     """
     built_tokenizer = build_tokenizer(DataConfig(**tokenizer))
     documents = [
-        np.append(built_tokenizer.encode_array(text), built_tokenizer.eod)
+        np.append(built_tokenizer.encode_array(text), built_tokenizer.get_document_end())
         for text in ([texts] if isinstance(texts, str) else texts)
     ]
     path = os.fspath(prefix)

@@ -35,7 +35,11 @@ TOKENIZER_REQUIRED: dict[str, tuple[str, ...]] = {
 }
 """Settings that each tokenizer type requires."""
 TOKENIZER_OPTIONAL: dict[str, tuple[str, ...]] = {
-    "TikTokenizer": ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+    "HuggingFaceTokenizer": ("add_bos",),
+    "TikTokenizer": ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens", "add_bos"),
+    "SentencePieceTokenizer": ("add_bos",),
+    "GPTSentencePieceTokenizer": ("add_bos",),
+    "Llama2Tokenizer": ("add_bos",),
 }
 """Further settings that have an effect on a tokenizer type."""
 TOKENIZER_FILE_SETTINGS = ("tokenizer_model", "vocab_file", "merge_file")
@@ -209,6 +213,9 @@ class DataConfig:
         ("<unk>", "<s>", "</s>"), active_if=_build_tokenizer_condition("tiktoken_special_tokens")
     )
     """Names of TikTokenizer's first special tokens."""
+    add_bos: bool | None = setting(None, active_if=_build_tokenizer_condition("add_bos"))
+    """Put the bos token before each text, or not (--no-add-bos). By default the tokenizer's files decide: the post-processor of
+    tokenizer.json; Llama2Tokenizer puts it. Datasets contain the token already."""
 
 
 SPLIT_FIELDS = ("train_data_path", "valid_data_path", "test_data_path")

@@ -25,20 +25,46 @@ class Tokenizer(ABC):
     eod: int
     """Id that ends a document."""
     bos: int | None = None
-    """Id that starts a text, or None. Only Llama2Tokenizer adds this id when it encodes."""
+    """Id that starts a text, or None."""
     pad: int | None = None
     """Id for padding, or None."""
+    prefix_ids: tuple[int, ...] = ()
+    """Ids that `encode_array` puts before each text that has ids: bos, if the tokenizer's files or --add-bos ask for it."""
+    suffix_ids: tuple[int, ...] = ()
+    """Ids that the tokenizer's files ask for after each document. `encode_array` does not append them."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines for the user about ids that are easily overlooked, such as special tokens without a row in the embedding."""
+        return ()
+
+    @property
+    def text_notes(self) -> Sequence[str]:
+        """Lines for the user about the ids before and after each text that is encoded."""
+        return ()
+
+    def get_document_end(self, *, append_eod: bool = True) -> list[int]:
+        """Return the ids after the text of each document: `suffix_ids`, and eod if `append_eod` is set. eod occurs only once."""
+        return [*self.suffix_ids, *([self.eod] if append_eod and self.suffix_ids[-1:] != (self.eod,) else [])]
 
     @abstractmethod
-    def encode_array(self, text: str) -> NDArray[np.integer]:
-        """Return the ids of a text as an integer array, which may be read-only. Ordinary text never yields `eod`.
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
+        """Return the ids of a text, or of a part of one, as an integer array, which may be read-only. Ordinary text never yields
+        `eod`.
 
         Raises:
             ValueError: the text cannot be encoded, for example because it has half a surrogate pair.
         """
 
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        """Return the ids of a complete text: `prefix_ids`, and the ids of `encode_segment`. A text without ids gets no prefix."""
+        ids = self.encode_segment(text)
+        if not self.prefix_ids or not ids.size:
+            return ids
+        return np.concatenate((np.array(self.prefix_ids, np.min_scalar_type(max(self.prefix_ids))), ids))
+
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text as a list."""
+        """Return the ids of a complete text (`encode_array`) as a list."""
         ids: list[int] = self.encode_array(text).tolist()
         return ids
 
@@ -54,7 +80,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     eod = 256
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -73,7 +99,7 @@ class NullTokenizer(Tokenizer):
             raise ValueError(f"--vocab-size must be at least 1, not {size}.")
         self.vocab_size, self.eod = size + 1, size
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
         numbers = text.split()
         for word in numbers:
             if not (word.isascii() and word.isdigit() and int(word) < self.eod):
@@ -122,16 +148,14 @@ class SentencePieceTokenizer(Tokenizer):
                     f"--tokenizer-model {path} has no {name} id, which this tokenizer type needs.\n"
                     f"  Train the tokenizer again with sentencepiece's option --{name}_id set to 0 or more, as it is by default."
                 )
-        self._prefix = np.array([self.bos] if add_bos else [], np.int32)
+        self.prefix_ids = (self.bos,) if add_bos and self.bos is not None else ()
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
         raw = text.encode()  # raises a clear error for half a surrogate pair, unlike the library
-        ids: NDArray[np.int32]
         if hasattr(self._model, "encode_as_numpy"):
-            ids = self._model.encode_as_numpy(raw)
-        else:  # before sentencepiece 0.2.2
-            ids = np.array(self._model.encode(raw), np.int32)
-        return np.concatenate((self._prefix, ids)) if ids.size and self._prefix.size else ids
+            ids: NDArray[np.int32] = self._model.encode_as_numpy(raw)
+            return ids
+        return np.array(self._model.encode(raw), np.int32)  # before sentencepiece 0.2.2
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode([int(id) for id in ids if id != self.eod])
@@ -212,8 +236,20 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Build the tokenizer from local files. Nothing is downloaded.
 
     Raises:
-        ValueError: no tokenizer type is set, a flag or file is missing, or a file is of another type.
+        ValueError: no tokenizer type is set, a flag or file is missing, a file is of another type, or --add-bos is set for a
+            tokenizer without bos.
     """
+    tokenizer = _build_tokenizer(config)
+    if config.add_bos is False:
+        tokenizer.prefix_ids = ()
+    elif config.add_bos and not tokenizer.prefix_ids:
+        if tokenizer.bos is None:
+            raise ValueError("--add-bos: this tokenizer has no bos token. Leave the flag out.")
+        tokenizer.prefix_ids = (tokenizer.bos,)
+    return tokenizer
+
+
+def _build_tokenizer(config: DataConfig) -> Tokenizer:
     tokenizer_type = config.tokenizer_type
     if tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()

@@ -26,7 +26,7 @@ _BUILDERS = {
 _COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 _MAX_HASHED_FILES = 256
 _HASHED_BYTES = 2**16
-_TOKENIZER_FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 class OpenedTexts(NamedTuple):

@@ -78,7 +78,7 @@ def check_layout(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if args.tokenizer_type is None:
         for name in TOKENIZER_SETTINGS:
-            if name not in TOKENIZER_FILE_SETTINGS and getattr(args, name) is not None:
+            if name not in (*TOKENIZER_FILE_SETTINGS, "add_bos") and getattr(args, name) is not None:
                 parser.error(f"--{name.replace('_', '-')} has no effect without --tokenizer-type: leave it out")
     world_size, cp, pp = (
         int(os.environ.get("WORLD_SIZE", 1)),

@@ -98,10 +98,11 @@ def _count_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
 
 
 def get_document_prefix(tokenizer: Tokenizer | None) -> list[int]:
-    """Return a list with the token id that precedes each document: bos, or eod if the tokenizer has no bos.
+    """Return the token ids that start each document: those that the tokenizer puts before each text, or else bos, or eod if the
+    tokenizer has no bos.
 
     Without a tokenizer, the list is empty.
     """
     if tokenizer is None:
         return []
-    return [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
+    return list(tokenizer.prefix_ids) or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]

@@ -9,6 +9,7 @@ from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
+from megatron_lab.evaluation.texts import get_document_prefix
 from megatron_lab.inference.generate import GenerationRequest, generate
 
 _NUM_CONTEXT_TOKENS = 16
@@ -25,23 +26,13 @@ DEFAULT_ANSWER_TOKENS = 1024
 """Default limit on the tokens of one answer in a conversation. The model usually ends its answer earlier."""
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a prompt.
 
-    If the prompt is empty, return the token that starts a document: bos, or eod if the tokenizer has no bos.
-
-    Args:
-        add_bos: put the bos token before the prompt.
-
-    Raises:
-        ValueError: `add_bos` is set, and the tokenizer has no bos token.
+    If the prompt is empty, return the ids that start a document: those that the tokenizer puts before each text, or else bos, or
+    eod if the tokenizer has no bos.
     """
-    ids = tokenizer.encode(text)
-    if add_bos:
-        if tokenizer.bos is None:
-            raise ValueError("--add-bos: this tokenizer has no bos token. Leave the flag out.")
-        ids = [tokenizer.bos, *ids]
-    return ids or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
+    return tokenizer.encode(text) or get_document_prefix(tokenizer)
 
 
 def select_max_new_tokens(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:

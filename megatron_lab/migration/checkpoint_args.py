@@ -26,7 +26,10 @@ _CHECKPOINT_FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint
 """Flags that select the checkpoint."""
 _DEFAULT_PROPERTIES = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "max_position_embeddings": "num_positions"}
 """Model fields that may be None, with the property that gives the actual value."""
-_TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS if field not in TOKENIZER_FILE_SETTINGS))
+_TOKENIZER_FIELDS = (
+    "tokenizer_type",
+    *(field for field in TOKENIZER_SETTINGS if field not in (*TOKENIZER_FILE_SETTINGS, "add_bos")),
+)
 """Settings that determine the vocabulary. Tokenizer files are not included: they may have another path, which the user then
 sets."""
 
@@ -84,6 +87,7 @@ def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, l
     if "seq_length" in overrides and model.position_embedding_type == "learned_absolute":  # the embedding keeps its rows
         model = dataclasses.replace(model, max_position_embeddings=model.num_positions)
     fields = _TOKENIZER_FIELDS if explicit & set(TOKENIZER_FILE_SETTINGS) else (*_TOKENIZER_FIELDS, *TOKENIZER_FILE_SETTINGS)
+    fields = fields if "add_bos" in explicit else (*fields, "add_bos")
     saved_data = {field: getattr(saved.data, field) for field in fields} if has_tokenizer else {}
     data = dataclasses.replace(config.data, **saved_data)
     return dataclasses.replace(config, model=dataclasses.replace(model, **overrides), data=data), violations

@@ -175,6 +175,11 @@ def list_name_files(folder: Path) -> tuple[str, str]:
     return (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP) if has_decoder else (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG)
 
 
+def asks_for_bos(path: Path) -> bool:
+    """Return whether the tokenizer_config.json next to a tokenizer.json has `add_bos_token`, which transformers 5 ignores."""
+    return _read_object(path.parent / TOKENIZER_CONFIG).get("add_bos_token") is True
+
+
 def _read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is no file, or another value in it."""
     content = read_json(file, str(file), "a JSON object") if file.is_file() else None
@@ -189,7 +194,7 @@ def _list_named(values: Mapping[str, tuple[Any, Path]], extras: Iterable[tuple[A
         for name, (value, file) in values.items()
         if name.endswith("_token")
         and name not in _ROLES
-        and (isinstance(value, str) or "__type" in value or file.name == SPECIAL_TOKENS_MAP)
+        and (isinstance(value, str) or (isinstance(value, dict) and ("__type" in value or file.name == SPECIAL_TOKENS_MAP)))
     ]
     others.sort(key=lambda name: isinstance(values[name][0], str) and values[name][1].name == TOKENIZER_CONFIG)
     items = [(name, *values[name]) for name in (*_ROLES, *others) if name in values]

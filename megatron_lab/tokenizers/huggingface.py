@@ -19,6 +19,8 @@ from megatron.config.optional_packages import import_optional
 from megatron.data.tokenizer import Tokenizer
 from megatron_lab.tokenizers.bpe_rules import NotExactError
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer, TiktokenEncoder
+from megatron_lab.tokenizers.companion_tokens import asks_for_bos
+from megatron_lab.tokenizers.text_frame import format_ids, read_text_frame
 from megatron_lab.tokenizers.tokenizer_json import (
     SpecialIds,
     TokenizerJson,
@@ -40,9 +42,9 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer for a tokenizer.json. It uses tiktoken for byte-level BPE, and the `tokenizers` library, which is slower, for
     everything else.
 
-    The end-of-document token is the eos token that `find_special_ids` reads from the files. Post-processors are not applied: a
-    document gets no bos token, and gets an end-of-document token only if the caller requests it. Special tokens that occur in a
-    text are encoded as ordinary text. Added tokens that are not special (such as ``<think>``) are matched, as the file requires.
+    The end-of-document token is the eos token that `find_special_ids` reads from the files. The special tokens that the file's
+    post-processor adds to each text, such as bos, are `prefix_ids` and `suffix_ids`. Special tokens that occur in a text are
+    encoded as ordinary text. Added tokens that are not special (such as ``<think>``) are matched, as the file requires.
 
     The ids equal those of the `tokenizers` library, with one exception if the normalizer is NFC: combining marks that are newer
     than Unicode 10 and not in canonical order. Python reorders these marks; the library does not know them.
@@ -61,11 +63,39 @@ class HuggingFaceTokenizer(Tokenizer):
         self._special = find_special_ids(path, file.ids)
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = self._special.eod, self._special.bos, self._special.pad
+        self._frame = read_text_frame(file)
+        self.prefix_ids, self.suffix_ids = self._frame
+        self._file_notes = file.notes
+        self._ignores_bos = not self._frame.prefix and asks_for_bos(path)
+        shown_ids = {*self._frame.prefix, *self._frame.suffix, self.bos}
+        self._names = {id: token for token, id in file.ids.items() if id in shown_ids}
         self._slow_reason: str | None = None  # why the slower library is used, until the warning
         self._num_characters = 0
         with suppress(NotExactError):
             # Report errors at once. The vocabulary is not kept, because a training run does not need it.
             build_byte_vocabulary(file, self._special)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self._file_notes
+
+    @property
+    def text_notes(self) -> Sequence[str]:
+        prefix, asked = format_ids(self.prefix_ids, self._names), format_ids(self._frame.prefix, self._names)
+        notes = []
+        if self.prefix_ids:
+            reason = f", as {self.path.name} asks; --no-add-bos leaves it out" if prefix == asked else " (--add-bos)"
+            notes.append(f"each text begins with {prefix}{reason}")
+        elif asked:
+            notes.append(f"texts begin without {asked}, which {self.path.name} asks for (--no-add-bos)")
+        elif self._ignores_bos and self.bos is not None:
+            notes.append(
+                f"texts begin without {format_ids([self.bos], self._names)}: tokenizer_config.json has add_bos_token, but "
+                f"{self.path.name} puts no token before texts, and transformers 5 follows {self.path.name}; --add-bos puts it there"
+            )
+        if self.suffix_ids:
+            notes.append(f"each document ends with {format_ids(self.suffix_ids, self._names)}, as {self.path.name} asks")
+        return notes
 
     @cached_property
     def backend(self) -> ByteBPETokenizer | LibraryTokenizer:
@@ -82,8 +112,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self._slow_reason = str(error)
             return LibraryTokenizer(file, self._special, self._slow_reason)
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
-        ids = self.backend.encode_array(text)
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
+        ids = self.backend.encode_segment(text)
         if self._slow_reason is not None:
             self._num_characters += len(text)
             if self._num_characters >= _CHARACTERS_BEFORE_WARNING:
@@ -130,7 +160,7 @@ class LibraryTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
         text.encode()  # gives a better message for half a surrogate pair than the library
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.eod in ids:

@@ -101,6 +101,17 @@ def compute_file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
     return tuple((name, compute_digest(path)) for name, path in paths if path is not None and Path(path).exists())
 
 
+def get_document_end(job: PreprocessJob, tokenizer: Tokenizer) -> NDArray[np.integer]:
+    """Return the ids that follow the text of each document. A chat template writes the end of a conversation itself, except the
+    end-of-document id of --append-eod."""
+    if job.chat is not None:
+        ids = [tokenizer.eod] if job.append_eod else []
+    else:
+        ids = tokenizer.get_document_end(append_eod=job.append_eod)
+    # The smallest type that holds the ids, so that `concatenate` keeps the type of the other ids.
+    return np.array(ids, np.min_scalar_type(max(ids, default=0)))
+
+
 def get_job_settings(job: PreprocessJob) -> dict[str, object]:
     """Return the settings that affect the output of a shard. If they change, finished shards cannot be reused.
 
@@ -121,12 +132,25 @@ def get_job_settings(job: PreprocessJob) -> dict[str, object]:
         **{
             name.replace("_", " "): digests.get(name, getattr(job.tokenizer, name))
             for name in get_tokenizer_settings(tokenizer_type)
+            if name != "add_bos"
         },
+        **_get_frame_settings(job, tokenizer),
         "number of token ids": tokenizer.vocab_size,
         "eod id": tokenizer.eod,
         "token type": np.dtype(dtype).name,
         **({} if job.chat is None else {"chat template": job.chat.text, "chat date": job.chat.date}),
     }
+
+
+def _get_frame_settings(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, object]:
+    """Return the settings about the ids before and after each text, as far as they differ from those of the tokenizer type: no ids,
+    except bos of Llama2Tokenizer. A chat template writes these ids itself."""
+    usual = (tokenizer.bos,) if job.tokenizer.tokenizer_type == "Llama2Tokenizer" else ()
+    prefix, suffix = tokenizer.prefix_ids, tokenizer.suffix_ids
+    if job.chat is not None:
+        return {}
+    settings: dict[str, object] = {} if prefix == usual else {"ids before a text": list(prefix)}
+    return settings | ({"ids after a text": list(suffix)} if suffix else {})
 
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -250,8 +274,7 @@ class _ShardBuilder:
     ) -> None:
         self._job, self._shard, self._writers, self._on_progress = job, shard, writers, on_progress
         self._tokenizer, _ = get_tokenizer(job)
-        # The smallest type that holds the id, so that `concatenate` keeps the type of the other ids.
-        self._eod = np.array([self._tokenizer.eod], np.min_scalar_type(self._tokenizer.eod))
+        self._end = get_document_end(job, self._tokenizer)
         self._token_writers = writers[: len(job.keys)]
         self._tokens: list[list[NDArray[np.integer]]] = [[] for _ in writers]
         self._lengths: list[list[int]] = [[] for _ in writers]
@@ -332,9 +355,9 @@ class _ShardBuilder:
             [self._tokenizer.encode_array(text) for text in values] if job.chat is None else self._encode_conversations(values)
         )
         for key, ids in zip(job.keys, encoded, strict=False):
-            if len(ids) + job.append_eod > MAX_DOCUMENT_TOKENS:
+            if len(ids) + len(self._end) > MAX_DOCUMENT_TOKENS:
                 raise BadRecordError(
-                    f"the text of key {key!r} has {len(ids) + job.append_eod:,} tokens, but an indexed dataset supports at most "
+                    f"the text of key {key!r} has {len(ids) + len(self._end):,} tokens, but an indexed dataset supports at most "
                     f"{MAX_DOCUMENT_TOKENS:,} per document: split the document"
                 )
         self._report.num_empty += first * sum(not len(ids) for ids in encoded[: len(job.keys)])
@@ -343,14 +366,14 @@ class _ShardBuilder:
                 continue
             arrays = [ids]
             if dataset_index < len(job.keys):
-                arrays += [self._eod] if job.append_eod else []
+                arrays += [self._end] if len(self._end) else []
             else:
                 # The eod token gets the mark of the last token: after a final answer the model learns to stop.
                 arrays += [ids[-1:].copy()] if job.append_eod else []
                 self._report.num_learned += sum(int(marks.sum()) for marks in arrays)
                 arrays[-1][-1] |= DOCUMENT_END
             tokens += arrays
-            lengths.append(len(ids) + job.append_eod)
+            lengths.append(len(ids) + len(self._end))
             self._num_buffered += len(ids)
         if self._num_buffered > _MAX_BUFFERED_TOKENS or len(self._lengths[0]) > _MAX_BUFFERED_DOCUMENTS:
             self._write()
