@@ -64,6 +64,14 @@ def get_run_tokenizer_settings(tokenizer_type: str) -> tuple[str, ...]:
     return settings if "vocab_size" in settings or tokenizer_type == "ByteTokenizer" else (*settings, "vocab_size")
 
 
+def sets_embedding_rows(tokenizer_type: str | None) -> bool:
+    """Return whether --vocab-size is the number of rows of the word embedding with a tokenizer of this type, which does not read
+    it as the size of its vocabulary."""
+    if tokenizer_type is None or "vocab_size" in get_tokenizer_settings(tokenizer_type):
+        return False
+    return "vocab_size" in get_run_tokenizer_settings(tokenizer_type)
+
+
 def _build_tokenizer_condition(field: str) -> Condition:
     """Build the condition under which a tokenizer setting has an effect: a tokenizer type that uses the setting.
 
@@ -201,7 +209,8 @@ class DataConfig:
     """Merges file merges.txt (or vocab.bpe) of a GPT-2 BPE tokenizer."""
     vocab_size: int | None = setting(None, min_value=1, unit="rows", active_if=_build_tokenizer_condition("vocab_size"))
     """Vocabulary size of NullTokenizer (without its end-of-document id), or the size to which TikTokenizer truncates its file. For
-    other tokenizers with files: number of rows of the word embedding, if it exceeds the number of token ids."""
+    other tokenizers with files: number of rows of the word embedding, if it differs from the number of token ids. With fewer rows
+    than ids, only special tokens of HuggingFaceTokenizer may have no row."""
     tiktoken_pattern: TiktokenPattern = setting("v2", active_if=_build_tokenizer_condition("tiktoken_pattern"))
     """Pattern by which TikTokenizer splits text before BPE. v1 keeps words together; v2 also splits a word where a capital
     letter follows a small one. Both split numbers into single digits."""

@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.data import DataConfig, TokenizerType
+from megatron.config.data import DataConfig, TokenizerType, sets_embedding_rows
 from megatron.config.imports import import_object
 from megatron.config.optional_packages import import_optional
 
@@ -21,7 +21,8 @@ class Tokenizer(ABC):
     """Converter between text and token ids."""
 
     vocab_size: int
-    """Number that is greater than every id, including special ids."""
+    """Number that is greater than every id, including special ids. Ids of special tokens that have no row in the word embedding are
+    left out."""
     eod: int
     """Id that ends a document."""
     bos: int | None = None
@@ -201,20 +202,21 @@ def _suggest_download(path: str, flag: str, tokenizer_type: str) -> str:
 def compute_embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
     """Return the number of rows of the word embedding: the number of the tokenizer's ids, or --vocab-size if it is set.
 
-    --vocab-size may be larger, because imported weights may have spare rows. NullTokenizer and TikTokenizer already include
-    --vocab-size in their number of ids.
+    --vocab-size may be larger, because imported weights may have spare rows. `build_tokenizer` has already left out special tokens
+    without a row. NullTokenizer and TikTokenizer already include --vocab-size in their number of ids.
 
     Raises:
         ValueError: --vocab-size is smaller than the number of the tokenizer's ids.
     """
     requested_rows = config.vocab_size
-    if requested_rows is None or config.tokenizer_type in ("NullTokenizer", "TikTokenizer"):  # these use --vocab-size themselves
+    if requested_rows is None or not sets_embedding_rows(config.tokenizer_type):  # others use --vocab-size themselves
         return tokenizer.vocab_size
     if requested_rows < tokenizer.vocab_size:
         raise ValueError(
             f"--vocab-size {requested_rows:,} is less than the {tokenizer.vocab_size:,} ids of the tokenizer "
-            f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each id: leave "
-            f"--vocab-size out, or give at least that number."
+            f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each id that a text may have: "
+            "leave --vocab-size out, or give at least that number. If it comes from a checkpoint (--use-checkpoint-args), this is "
+            "not its tokenizer."
         )
     return requested_rows
 
@@ -262,7 +264,7 @@ def _build_tokenizer(config: DataConfig) -> Tokenizer:
         return _build_byte_bpe("read_gpt2_bpe", vocab_file, require_file("--merge-file", config.merge_file, tokenizer_type))
     if tokenizer_type == "HuggingFaceTokenizer":
         tokenizer: Tokenizer = import_object("megatron_lab.tokenizers.huggingface:HuggingFaceTokenizer")(
-            require_tokenizer_json(config.tokenizer_model, tokenizer_type)
+            require_tokenizer_json(config.tokenizer_model, tokenizer_type), num_rows=config.vocab_size
         )
         return tokenizer
     if tokenizer_type == "TikTokenizer":

@@ -69,7 +69,7 @@ def compute_perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer:
     num_documents, num_tokens, num_bytes, total_loss = 0, 0, 0, 0.0
     has_num_bytes = True
     for group in _group_documents(documents):
-        for score in scorer.score([_prepare(document, prefix) for document in group]):
+        for score in scorer.score([_prepare(document, prefix) for document in group], first_index=num_documents):
             num_tokens += len(score.log_probabilities)
             total_loss -= score.total
         for document in group:

@@ -11,9 +11,10 @@ import torch
 from megatron.checkpoint.storage import PathOrUrl
 from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, connect, disconnect
+from megatron_lab.checkpoints.tokenizer_choice import fit_tokenizer
 from megatron_lab.foreign.open_source import open_source
 from megatron_lab.inference.continuation import (
     DEFAULT_ANSWER_TOKENS,
@@ -69,7 +70,7 @@ class LanguageModel:
             raise ValueError(
                 f"the tokenizer of {folder} is unknown: pass `tokenizer`, a DataConfig with tokenizer_type and its files"
             )
-        built_tokenizer = build_tokenizer(tokenizer_config)
+        _, built_tokenizer = fit_tokenizer(tokenizer_config, source.vocab_size, str(folder))
         context = connect(parallel)
         language_model = cls(load_model(source, context, dtype or select_default_dtype(source, context)), context, built_tokenizer)
         language_model._must_disconnect = True

@@ -155,10 +155,10 @@ def complete_added_tokens(
         else:
             continue
         is_changed = True
-    notes = [f"{file.name} adds {_format_names(names)} to {path.name}" for file, names in new.items()]
+    notes = [f"{file.name} adds {format_names(names)} to {path.name}" for file, names in new.items()]
     if unread := list(_find_unread(companions.unread, ids, token_of_id, origins, path)):
         notes.append(
-            f"{_format_names(unread)} of {ADDED_TOKENS} left out, as in transformers: {TOKENIZER_CONFIG} has added_tokens_decoder"
+            f"{format_names(unread)} of {ADDED_TOKENS} left out, as in transformers: {TOKENIZER_CONFIG} has added_tokens_decoder"
         )
     return CompletedTokens(tuple(completed.values()), is_changed, frozenset(marked), tuple(notes))
 
@@ -323,7 +323,7 @@ def _conflict(problem: str) -> ValueError:
     return ValueError(f"{problem}.\n  Correct one of the two files, or copy both again from the same tokenizer.")
 
 
-def _format_names(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """Return the first names of a list of tokens for a message, with the number of tokens if there are more."""
     shown = ", ".join(names[:_MAX_NAMED_TOKENS])
     return f"{shown} and {len(names) - _MAX_NAMED_TOKENS:,} more tokens" if len(names) > _MAX_NAMED_TOKENS else shown

@@ -19,7 +19,7 @@ from megatron.config.optional_packages import import_optional
 from megatron.data.tokenizer import Tokenizer
 from megatron_lab.tokenizers.bpe_rules import NotExactError
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer, TiktokenEncoder
-from megatron_lab.tokenizers.companion_tokens import asks_for_bos
+from megatron_lab.tokenizers.companion_tokens import asks_for_bos, format_names
 from megatron_lab.tokenizers.text_frame import format_ids, read_text_frame
 from megatron_lab.tokenizers.tokenizer_json import (
     SpecialIds,
@@ -51,12 +51,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
     Args:
         path: path of tokenizer.json. The special tokens are read from the files next to it.
+        num_rows: number of rows of the word embedding. If the tokenizer has more ids, and all ids without a row are special tokens,
+            which ordinary text never yields, they are left out of `vocab_size`.
 
     Raises:
         ValueError: the file is invalid, or no file defines the end-of-document token.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, num_rows: int | None = None) -> None:
         self.path = path
         """Path of tokenizer.json."""
         file = read_tokenizer_json(path)
@@ -65,7 +67,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eod, self.bos, self.pad = self._special.eod, self._special.bos, self._special.pad
         self._frame = read_text_frame(file)
         self.prefix_ids, self.suffix_ids = self._frame
-        self._file_notes = file.notes
+        self._file_notes = [*file.notes, *self._leave_out_special_tokens(file, num_rows)]
         self._ignores_bos = not self._frame.prefix and asks_for_bos(path)
         shown_ids = {*self._frame.prefix, *self._frame.suffix, self.bos}
         self._names = {id: token for token, id in file.ids.items() if id in shown_ids}
@@ -74,6 +76,21 @@ class HuggingFaceTokenizer(Tokenizer):
         with suppress(NotExactError):
             # Report errors at once. The vocabulary is not kept, because a training run does not need it.
             build_byte_vocabulary(file, self._special)
+
+    def _leave_out_special_tokens(self, file: TokenizerJson, num_rows: int | None) -> list[str]:
+        """Set `vocab_size` to the number of rows of the word embedding if only special tokens have no row. Return a note about
+        them."""
+        if num_rows is None or num_rows >= self.vocab_size:
+            return []
+        left_out = {id: token for token, id in sorted(file.ids.items(), key=lambda item: item[1]) if id >= num_rows}
+        if not left_out.keys() <= get_special_ids(file) - {self.eod, *self.prefix_ids, *self.suffix_ids}:
+            return []
+        num_ids, self.vocab_size = self.vocab_size, num_rows
+        self.bos, self.pad = (None if id in left_out else id for id in (self.bos, self.pad))
+        return [
+            f"the tokenizer has {num_ids:,} ids, the word embedding {num_rows:,} rows: no row for "
+            f"{format_names([f'{token} ({id})' for id, token in left_out.items()])}, which ordinary text never yields"
+        ]
 
     @property
     def notes(self) -> Sequence[str]:

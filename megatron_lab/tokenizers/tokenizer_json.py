@@ -118,10 +118,14 @@ def split_merge(merge: Any) -> list[str]:
     return [str(token) for token in merge] if isinstance(merge, list) else []
 
 
+def splits_into_bytes(file: TokenizerJson) -> bool:
+    """Return whether the tokenizer is byte-level: its pre-tokenizer ends with the step ByteLevel."""
+    return _get_types(_list_steps(file.document.get("pre_tokenizer"), "pretokenizers"))[-1] == "ByteLevel"
+
+
 def covers_all_bytes(file: TokenizerJson) -> bool:
     """Return whether the tokenizer splits texts into bytes and has a token for every byte, so that it can encode any text."""
-    types = _get_types(_list_steps(file.document.get("pre_tokenizer"), "pretokenizers"))
-    return types[-1] == "ByteLevel" and build_byte_chars().keys() <= file.model["vocab"].keys()
+    return splits_into_bytes(file) and build_byte_chars().keys() <= file.model["vocab"].keys()
 
 
 def get_special_ids(file: TokenizerJson) -> set[int]:
