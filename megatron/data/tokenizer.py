@@ -44,6 +44,11 @@ class Tokenizer(ABC):
         """Lines for the user about the ids before and after each text that is encoded."""
         return ()
 
+    @property
+    def document_start(self) -> list[int]:
+        """Ids that start a document without text: those of `prefix_ids`, or else bos, or eod if the tokenizer has no bos."""
+        return list(self.prefix_ids) or [self.eod if self.bos is None else self.bos]
+
     def get_document_end(self, *, append_eod: bool = True) -> list[int]:
         """Return the ids after the text of each document: `suffix_ids`, and eod if `append_eod` is set. eod occurs only once."""
         return [*self.suffix_ids, *([self.eod] if append_eod and self.suffix_ids[-1:] != (self.eod,) else [])]

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lab.checkpoints.text import format_bytes, parse_step
-from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, fit_tokenizer, parse_local_folder, select_tokenizer
+from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
+from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
 
 if TYPE_CHECKING:
     from megatron_lab.foreign.source import WeightSource

@@ -23,7 +23,8 @@ from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig, sets_embedding_rows
 from megatron.config.save import run_record
 from megatron_lab.checkpoints.text import format_bytes
-from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, fit_tokenizer, parse_local_folder, select_tokenizer
+from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
+from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -11,7 +11,6 @@ from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig
 from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, build_tokenizer_config
 
 if TYPE_CHECKING:
-    from megatron.data.tokenizer import Tokenizer
     from megatron_lab.foreign.source import WeightSource
 
 
@@ -49,34 +48,6 @@ def select_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConf
             "--no-tokenizer."
         )
     return tokenizer
-
-
-def fit_tokenizer(config: DataConfig, num_rows: int, owner: str) -> tuple[DataConfig, Tokenizer]:
-    """Build the tokenizer of a model, without special tokens that have no row in its word embedding.
-
-    Args:
-        num_rows: number of rows of the word embedding.
-        owner: folder of the model, for the error message.
-
-    Returns:
-        The settings, with the number of rows if the tokenizer has more ids, and the tokenizer.
-
-    Raises:
-        ValueError: the tokenizer cannot be built, or a token without a row is not special.
-    """
-    from megatron.data.tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer(config)
-    if tokenizer.vocab_size > num_rows and config.tokenizer_type == "HuggingFaceTokenizer":
-        config = dataclasses.replace(config, vocab_size=num_rows)
-        tokenizer = build_tokenizer(config)
-    if tokenizer.vocab_size > num_rows:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids, but {owner} only {num_rows:,} rows in its embedding, and not only "
-            "special tokens have no row: this is not its tokenizer. Choose the tokenizer of this model, or convert only the "
-            "weights with --no-tokenizer"
-        )
-    return config, tokenizer
 
 
 def find_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig | None:

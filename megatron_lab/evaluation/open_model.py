@@ -17,8 +17,9 @@ from megatron.config.errors import ConfigError
 from megatron.config.imports import import_modules
 from megatron.config.parallel import ParallelConfig
 from megatron_lab.checkpoints.text import parse_step
-from megatron_lab.checkpoints.tokenizer_choice import find_tokenizer, fit_tokenizer
+from megatron_lab.checkpoints.tokenizer_choice import find_tokenizer
 from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags
+from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
 
 if TYPE_CHECKING:
     import torch

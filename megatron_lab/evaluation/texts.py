@@ -98,11 +98,5 @@ def _count_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
 
 
 def get_document_prefix(tokenizer: Tokenizer | None) -> list[int]:
-    """Return the token ids that start each document: those that the tokenizer puts before each text, or else bos, or eod if the
-    tokenizer has no bos.
-
-    Without a tokenizer, the list is empty.
-    """
-    if tokenizer is None:
-        return []
-    return list(tokenizer.prefix_ids) or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
+    """Return the token ids that start each document (`Tokenizer.document_start`). Without a tokenizer, the list is empty."""
+    return [] if tokenizer is None else tokenizer.document_start

@@ -9,7 +9,6 @@ from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
-from megatron_lab.evaluation.texts import get_document_prefix
 from megatron_lab.inference.generate import GenerationRequest, generate
 
 _NUM_CONTEXT_TOKENS = 16
@@ -29,10 +28,9 @@ DEFAULT_ANSWER_TOKENS = 1024
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a prompt.
 
-    If the prompt is empty, return the ids that start a document: those that the tokenizer puts before each text, or else bos, or
-    eod if the tokenizer has no bos.
+    If the prompt is empty, return the ids that start a document (`Tokenizer.document_start`).
     """
-    return tokenizer.encode(text) or get_document_prefix(tokenizer)
+    return tokenizer.encode(text) or tokenizer.document_start
 
 
 def select_max_new_tokens(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:

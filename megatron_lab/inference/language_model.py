@@ -14,7 +14,6 @@ from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, connect, disconnect
-from megatron_lab.checkpoints.tokenizer_choice import fit_tokenizer
 from megatron_lab.foreign.open_source import open_source
 from megatron_lab.inference.continuation import (
     DEFAULT_ANSWER_TOKENS,
@@ -26,6 +25,7 @@ from megatron_lab.inference.continuation import (
 from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.inference.generate import GenerationRequest, Sampling, check_request
 from megatron_lab.inference.model_from_source import load_model, select_default_dtype
+from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
 
 if TYPE_CHECKING:
     from megatron_lab.inference.chat_format import ChatFormat

@@ -98,20 +98,20 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def text_notes(self) -> Sequence[str]:
-        prefix, asked = format_ids(self.prefix_ids, self._names), format_ids(self._frame.prefix, self._names)
+        prefix, requested = format_ids(self.prefix_ids, self._names), format_ids(self._frame.prefix, self._names)
         notes = []
         if self.prefix_ids:
-            reason = f", as {self.path.name} asks; --no-add-bos leaves it out" if prefix == asked else " (--add-bos)"
+            reason = f"; {self.path.name} requests it (--no-add-bos leaves it out)" if prefix == requested else " (--add-bos)"
             notes.append(f"each text begins with {prefix}{reason}")
-        elif asked:
-            notes.append(f"texts begin without {asked}, which {self.path.name} asks for (--no-add-bos)")
+        elif requested:
+            notes.append(f"texts begin without {requested}, which {self.path.name} requests (--no-add-bos)")
         elif self._ignores_bos and self.bos is not None:
             notes.append(
                 f"texts begin without {format_ids([self.bos], self._names)}: tokenizer_config.json has add_bos_token, but "
                 f"{self.path.name} puts no token before texts, and transformers 5 follows {self.path.name}; --add-bos puts it there"
             )
         if self.suffix_ids:
-            notes.append(f"each document ends with {format_ids(self.suffix_ids, self._names)}, as {self.path.name} asks")
+            notes.append(f"each document ends with {format_ids(self.suffix_ids, self._names)}, which {self.path.name} requests")
         return notes
 
     @cached_property

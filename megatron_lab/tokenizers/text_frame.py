@@ -71,7 +71,11 @@ def format_ids(ids: Sequence[int], names: Mapping[int, str]) -> str:
 
 
 def _read_processor(processor: Any) -> TextFrame:
-    """Return the ids that a post-processor adds to a single text."""
+    """Return the ids that a post-processor adds to a single text.
+
+    Raises:
+        ValueError: its type is unknown, or several of its steps add ids.
+    """
     if processor is None:
         return TextFrame()
     kind = processor["type"]
@@ -80,11 +84,10 @@ def _read_processor(processor: Any) -> TextFrame:
     if kind in ("BertProcessing", "RobertaProcessing"):
         return TextFrame((int(processor["cls"][1]),), (int(processor["sep"][1]),))
     if kind == "Sequence":
-        prefix: tuple[int, ...] = ()
-        suffix: tuple[int, ...] = ()
-        for step in map(_read_processor, processor["processors"]):
-            prefix, suffix = (*step.prefix, *prefix), (*suffix, *step.suffix)
-        return TextFrame(prefix, suffix)
+        frames = [frame for frame in map(_read_processor, processor["processors"]) if any(frame)]
+        if len(frames) > 1:
+            raise ValueError("a sequence in which several steps add tokens")
+        return frames[0] if frames else TextFrame()
     if kind != "TemplateProcessing":
         raise ValueError(f"type {kind}")
     return _read_template(processor["single"], processor["special_tokens"])
