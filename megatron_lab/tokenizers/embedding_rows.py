@@ -32,8 +32,8 @@ def fit_tokenizer(config: DataConfig, num_rows: int, owner: str) -> tuple[DataCo
         tokenizer = build_tokenizer(config)
     if tokenizer.vocab_size > num_rows:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids, but {owner} only {num_rows:,} rows in its embedding, and not only "
-            "special tokens have no row: this is not its tokenizer. Choose the tokenizer of this model, or convert only the "
-            "weights with --no-tokenizer"
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, but {owner} only {num_rows:,} rows in its embedding, and tokens "
+            "that are not special have no row: the tokenizer belongs to another model. Choose the tokenizer of this model, or "
+            "convert only the weights with --no-tokenizer"
         )
     return config, tokenizer
