@@ -70,7 +70,7 @@ def write_dataset(prefix: str | os.PathLike[str], texts: str | Iterable[str], **
     config = DataConfig(**tokenizer)
     built_tokenizer = build_tokenizer(config)
     documents = [
-        np.append(built_tokenizer.encode_array(text), built_tokenizer.eod)
+        np.append(built_tokenizer.encode_array(text), built_tokenizer.get_document_end())
         for text in ([texts] if isinstance(texts, str) else texts)
     ]
     path = os.fspath(prefix)

@@ -35,7 +35,11 @@ TOKENIZER_REQUIRED: dict[str, tuple[str, ...]] = {
 }
 """Settings that each tokenizer type requires."""
 TOKENIZER_OPTIONAL: dict[str, tuple[str, ...]] = {
-    "TikTokenizer": ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+    "HuggingFaceTokenizer": ("add_bos",),
+    "TikTokenizer": ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens", "add_bos"),
+    "SentencePieceTokenizer": ("add_bos",),
+    "GPTSentencePieceTokenizer": ("add_bos",),
+    "Llama2Tokenizer": ("add_bos",),
 }
 """Further settings that have an effect on a tokenizer type."""
 TOKENIZER_FILE_SETTINGS = ("tokenizer_model", "vocab_file", "merge_file")
@@ -58,6 +62,14 @@ def get_run_tokenizer_settings(tokenizer_type: str) -> tuple[str, ...]:
     """
     settings = get_tokenizer_settings(tokenizer_type)
     return settings if "vocab_size" in settings or tokenizer_type == "ByteTokenizer" else (*settings, "vocab_size")
+
+
+def sets_embedding_rows(tokenizer_type: str | None) -> bool:
+    """Return whether --vocab-size is the number of rows of the word embedding with a tokenizer of this type, which does not read
+    it as the size of its vocabulary."""
+    if tokenizer_type is None or "vocab_size" in get_tokenizer_settings(tokenizer_type):
+        return False
+    return "vocab_size" in get_run_tokenizer_settings(tokenizer_type)
 
 
 def _build_tokenizer_condition(field: str) -> Condition:
@@ -200,7 +212,8 @@ class DataConfig:
     """Merges file merges.txt (or vocab.bpe) of a GPT-2 BPE tokenizer."""
     vocab_size: int | None = setting(None, min_value=1, unit="rows", active_if=_build_tokenizer_condition("vocab_size"))
     """Vocabulary size of NullTokenizer (without its end-of-document id), or the size to which TikTokenizer truncates its file. For
-    other tokenizers with files: number of rows of the word embedding, if it exceeds the number of token ids."""
+    other tokenizers with files: number of rows of the word embedding, if it differs from the number of token ids. With fewer rows
+    than ids, only special tokens of HuggingFaceTokenizer may have no row."""
     tiktoken_pattern: TiktokenPattern = setting("v2", active_if=_build_tokenizer_condition("tiktoken_pattern"))
     """Pattern by which TikTokenizer splits text before BPE. v1 keeps words together; v2 also splits a word where a capital
     letter follows a small one. Both split numbers into single digits."""
@@ -215,6 +228,9 @@ class DataConfig:
     allow_tokenizer_mismatch: bool = setting(False, active_if=_COMPARES_TOKENIZERS)
     """Train even if a dataset was written, or the loaded weights were trained, with a tokenizer that has other ids than that of the
     run. Also read documents whose end-of-document id differs, although a flag acts at the ends of documents."""
+    add_bos: bool | None = setting(None, active_if=_build_tokenizer_condition("add_bos"))
+    """Put the bos token before each text, or not (--no-add-bos). By default the tokenizer's files decide: the post-processor of
+    tokenizer.json; Llama2Tokenizer puts it. Datasets contain the token already."""
 
 
 SPLIT_FIELDS = ("train_data_path", "valid_data_path", "test_data_path")

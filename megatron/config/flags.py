@@ -83,12 +83,12 @@ class Flag:
         Raises:
             ValueError: the texts are not valid values. The message says which values the flag takes.
         """
+        if self.is_optional and tuple(texts) == ("None",):
+            return None
         if self.value_type is bool:
             if texts:
                 raise ValueError(f"--{self.name} is a switch and takes no value. Give the flag alone (in a file: true or false)")
             return name == self.name
-        if self.is_optional and tuple(texts) == ("None",):
-            return None
         if self.num_values is not None and len(texts) != self.num_values:
             actual = f"{len(texts)} value{'s' * (len(texts) > 1)}" if texts else "no value"
             raise ValueError(f"--{self.name} takes {self.expected}, but has {actual}")

@@ -269,6 +269,6 @@ def _parse_setting(source: str, topic: str | None, key: yaml.Node, value: yaml.N
             return None  # a refused flag that is switched off
         if flag is not None:
             name = flag.name if is_on == (name == flag.name) else f"no-{flag.name}"
-    elif unquoted in _NULLS and flag is not None and flag.value_type is not bool:
+    elif unquoted in _NULLS and flag is not None and (flag.is_optional or flag.value_type is not bool):
         texts = ("None",) if flag.is_optional else ()
     return GivenFlag(name, texts, f"--{name}", source)

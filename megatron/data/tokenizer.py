@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.data import DataConfig, TokenizerType
+from megatron.config.data import DataConfig, TokenizerType, sets_embedding_rows
 from megatron.config.imports import import_object
 from megatron.config.optional_packages import import_optional
 
@@ -21,24 +21,56 @@ class Tokenizer(ABC):
     """Converter between text and token ids."""
 
     vocab_size: int
-    """Number that is greater than every id, including special ids."""
+    """Number that is greater than every id, including special ids. Ids of special tokens that have no row in the word embedding are
+    left out."""
     eod: int
     """Id that ends a document."""
     bos: int | None = None
-    """Id that starts a text, or None. Only Llama2Tokenizer adds this id when it encodes."""
+    """Id that starts a text, or None."""
     pad: int | None = None
     """Id for padding, or None."""
+    prefix_ids: tuple[int, ...] = ()
+    """Ids that `encode_array` puts before each text that has ids: bos, if the tokenizer's files or --add-bos ask for it."""
+    suffix_ids: tuple[int, ...] = ()
+    """Ids that the tokenizer's files ask for after each document. `encode_array` does not append them."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines for the user about ids that are easily overlooked, such as special tokens without a row in the embedding."""
+        return ()
+
+    @property
+    def text_notes(self) -> Sequence[str]:
+        """Lines for the user about the ids before and after each text that is encoded."""
+        return ()
+
+    @property
+    def document_start(self) -> list[int]:
+        """Ids that start a document without text: those of `prefix_ids`, or else bos, or eod if the tokenizer has no bos."""
+        return list(self.prefix_ids) or [self.eod if self.bos is None else self.bos]
+
+    def get_document_end(self, *, append_eod: bool = True) -> list[int]:
+        """Return the ids after the text of each document: `suffix_ids`, and eod if `append_eod` is set. eod occurs only once."""
+        return [*self.suffix_ids, *([self.eod] if append_eod and self.suffix_ids[-1:] != (self.eod,) else [])]
 
     @abstractmethod
-    def encode_array(self, text: str) -> NDArray[np.integer]:
-        """Return the ids of a text as an integer array, which may be read-only. Ordinary text never yields `eod`.
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
+        """Return the ids of a text, or of a part of one, as an integer array, which may be read-only. Ordinary text never yields
+        `eod`.
 
         Raises:
             ValueError: the text cannot be encoded, for example because it has half a surrogate pair.
         """
 
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        """Return the ids of a complete text: `prefix_ids`, and the ids of `encode_segment`. A text without ids gets no prefix."""
+        ids = self.encode_segment(text)
+        if not self.prefix_ids or not ids.size:
+            return ids
+        return np.concatenate((np.array(self.prefix_ids, np.min_scalar_type(max(self.prefix_ids))), ids))
+
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text as a list."""
+        """Return the ids of a complete text (`encode_array`) as a list."""
         ids: list[int] = self.encode_array(text).tolist()
         return ids
 
@@ -54,7 +86,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     eod = 256
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -73,7 +105,7 @@ class NullTokenizer(Tokenizer):
             raise ValueError(f"--vocab-size must be at least 1, not {size}.")
         self.vocab_size, self.eod = size + 1, size
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
         numbers = text.split()
         for word in numbers:
             if not (word.isascii() and word.isdigit() and int(word) < self.eod):
@@ -122,16 +154,14 @@ class SentencePieceTokenizer(Tokenizer):
                     f"--tokenizer-model {path} has no {name} id, which this tokenizer type needs.\n"
                     f"  Train the tokenizer again with sentencepiece's option --{name}_id set to 0 or more, as it is by default."
                 )
-        self._prefix = np.array([self.bos] if add_bos else [], np.int32)
+        self.prefix_ids = (self.bos,) if add_bos and self.bos is not None else ()
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
         raw = text.encode()  # raises a clear error for half a surrogate pair, unlike the library
-        ids: NDArray[np.int32]
         if hasattr(self._model, "encode_as_numpy"):
-            ids = self._model.encode_as_numpy(raw)
-        else:  # before sentencepiece 0.2.2
-            ids = np.array(self._model.encode(raw), np.int32)
-        return np.concatenate((self._prefix, ids)) if ids.size and self._prefix.size else ids
+            ids: NDArray[np.int32] = self._model.encode_as_numpy(raw)
+            return ids
+        return np.array(self._model.encode(raw), np.int32)  # before sentencepiece 0.2.2
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode([int(id) for id in ids if id != self.eod])
@@ -177,20 +207,21 @@ def _suggest_download(path: str, flag: str, tokenizer_type: str) -> str:
 def compute_embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
     """Return the number of rows of the word embedding: the number of the tokenizer's ids, or --vocab-size if it is set.
 
-    --vocab-size may be larger, because imported weights may have spare rows. NullTokenizer and TikTokenizer already include
-    --vocab-size in their number of ids.
+    --vocab-size may be larger, because imported weights may have spare rows. `build_tokenizer` has already left out special tokens
+    without a row. NullTokenizer and TikTokenizer already include --vocab-size in their number of ids.
 
     Raises:
         ValueError: --vocab-size is smaller than the number of the tokenizer's ids.
     """
     requested_rows = config.vocab_size
-    if requested_rows is None or config.tokenizer_type in ("NullTokenizer", "TikTokenizer"):  # these use --vocab-size themselves
+    if requested_rows is None or not sets_embedding_rows(config.tokenizer_type):  # others use --vocab-size themselves
         return tokenizer.vocab_size
     if requested_rows < tokenizer.vocab_size:
         raise ValueError(
             f"--vocab-size {requested_rows:,} is less than the {tokenizer.vocab_size:,} ids of the tokenizer "
-            f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each id: leave "
-            f"--vocab-size out, or give at least that number."
+            f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each id that a text may have: "
+            "leave --vocab-size out, or give at least that number. If it comes from a checkpoint (--use-checkpoint-args), this is "
+            "not its tokenizer."
         )
     return requested_rows
 
@@ -212,8 +243,20 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     """Build the tokenizer from local files. Nothing is downloaded.
 
     Raises:
-        ValueError: no tokenizer type is set, a flag or file is missing, or a file is of another type.
+        ValueError: no tokenizer type is set, a flag or file is missing, a file is of another type, or --add-bos is set for a
+            tokenizer without bos.
     """
+    tokenizer = _build_tokenizer(config)
+    if config.add_bos is False:
+        tokenizer.prefix_ids = ()
+    elif config.add_bos and not tokenizer.prefix_ids:
+        if tokenizer.bos is None:
+            raise ValueError("--add-bos: this tokenizer has no bos token. Leave the flag out.")
+        tokenizer.prefix_ids = (tokenizer.bos,)
+    return tokenizer
+
+
+def _build_tokenizer(config: DataConfig) -> Tokenizer:
     tokenizer_type = config.tokenizer_type
     if tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
@@ -226,7 +269,7 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
         return _build_byte_bpe("read_gpt2_bpe", vocab_file, require_file("--merge-file", config.merge_file, tokenizer_type))
     if tokenizer_type == "HuggingFaceTokenizer":
         tokenizer: Tokenizer = import_object("megatron_lab.tokenizers.huggingface:HuggingFaceTokenizer")(
-            require_tokenizer_json(config.tokenizer_model, tokenizer_type)
+            require_tokenizer_json(config.tokenizer_model, tokenizer_type), num_rows=config.vocab_size
         )
         return tokenizer
     if tokenizer_type == "TikTokenizer":

@@ -246,6 +246,6 @@ class TokenReader:
         raise DatasetError(
             f"{dataset.prefix}: document {dataset.find_document(int(spans.sequences[i])):,} has token id {tokens[position]:,}, but "
             f"the tokenizer has {self._vocab_size:,} ids (0 to {self._vocab_size - 1:,}).\n"
-            "  The dataset was made with another tokenizer: set that tokenizer (--tokenizer-type and its files, or --vocab-size), "
-            "or make the dataset again with tools/preprocess_data.py."
+            "  The dataset was made with another tokenizer, or has a special token without a row in the word embedding: set that "
+            "tokenizer (--tokenizer-type and its files, or --vocab-size), or make the dataset again with tools/preprocess_data.py."
         )

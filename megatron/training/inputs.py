@@ -329,6 +329,8 @@ class RunData:
     validation_sets: tuple[str, ...] = ()
     """Names of the validation sets, the same on every rank. A single set without a name is ""."""
     has_test: bool = False
+    tokenizer_notes: Sequence[str] = ()
+    """Lines for the start-up log about ids of the tokenizer."""
     tokenizer_warnings: Sequence[str] = ()
     """Warnings, on the first rank, about datasets that were not written with the tokenizer of the run."""
 
@@ -447,9 +449,9 @@ class RunBatches:
         (train_source, valid, test), datasets, total = self.sources, self.data.datasets, self.plan.total_samples
         if datasets is None:
             return []
-        lines = []
+        lines = list(self.data.tokenizer_notes)
         if train_source is not None:
-            lines = [f"the run takes {total:,} training samples", *describe_phases(phases), *train_source.describe(total)]
+            lines += [f"the run takes {total:,} training samples", *describe_phases(phases), *train_source.describe(total)]
         num_samples, config = self.data.config.training.eval_iters * self.plan.final_global_batch_size, self.data.config.data
         for name, source in (*valid.items(), *test.items()):
             lines += [f"{name and f'set {name}: '}{line}" for line in source.describe(num_samples)]
@@ -504,10 +506,12 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
             )
         maker = BatchBuilder.for_model(config.model, context, training.seed, training.micro_batch_size, document_rules)
         validation_sets = tuple(blends[1] or {"": ()}) if needs_validation else ()
+        notes = (*tokenizer.notes, *(tokenizer.text_notes if data.hf_dataset is not None else ()))
         warnings = []
         if context.rank == 0 and not data.mock_data:
             warnings = import_object("megatron_lab.data_tools.tokenizer_checks:check_run_datasets")(data, datasets, tokenizer)
-        return RunData(config, compute_embedding_rows(tokenizer, data), maker, datasets, validation_sets, needs_test, warnings)
+        num_rows = compute_embedding_rows(tokenizer, data)
+        return RunData(config, num_rows, maker, datasets, validation_sets, needs_test, notes, warnings)
 
     return run_on_all_ranks(context, build)
 

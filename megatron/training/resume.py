@@ -524,7 +524,9 @@ def check_model(config: Config, config_json: dict[str, Any], vocab_size: int, pa
     may_differ = reduced | increased | (CHANGEABLE_FIELDS if continues_run else get_changeable_from_weights(saved.model))
     conflicts = [text for name, text in model_differences.items() if name not in may_differ]
     if config_json["vocab_size"] != vocab_size:
-        conflicts.append(f"vocabulary {config_json['vocab_size']} there, {vocab_size} here (see --tokenizer-type and its files)")
+        conflicts.append(
+            f"vocabulary {config_json['vocab_size']} there, {vocab_size} here (see --vocab-size, --tokenizer-type and its files)"
+        )
     if conflicts:
         raise CheckpointError(
             f"{path} holds another model:\n  "

@@ -4,6 +4,7 @@ is right."""
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +158,8 @@ def _compute_transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tenso
 
 
 def compare_ids(config: DataConfig, folder: Path) -> str:
-    """Compare the token ids of a few strings between the tokenizer of this framework and that of transformers.
+    """Compare the token ids of a few strings between the tokenizer of this framework and that of transformers, without and with
+    the special tokens that begin and end each text.
 
     Args:
         config: settings of this framework's tokenizer.
@@ -177,9 +179,11 @@ def compare_ids(config: DataConfig, folder: Path) -> str:
             f"transformers cannot read the tokenizer in {folder}: {error}.\n"
             "  Install another version of transformers, or set --no-tokenizer to write only the weights."
         ) from error
-    for text in _SAMPLE_STRINGS:
-        ids = tokenizer.encode(text)
-        transformers_ids = transformers_tokenizer(text, add_special_tokens=config.tokenizer_type == "Llama2Tokenizer")["input_ids"]
+    for text, is_complete in itertools.product(_SAMPLE_STRINGS, (False, True)):
+        ids = tokenizer.encode_segment(text).tolist()
+        if is_complete:
+            ids = [*tokenizer.prefix_ids, *ids, *tokenizer.suffix_ids]
+        transformers_ids = transformers_tokenizer(text, add_special_tokens=is_complete)["input_ids"]
         if ids != transformers_ids:
             raise CheckpointError(
                 f"the tokenizer in {folder} gives other token ids in transformers than in this framework: transformers encodes "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron_lab.checkpoints.text import format_bytes, parse_step
 from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
+from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
 
 if TYPE_CHECKING:
     from megatron_lab.foreign.source import WeightSource
@@ -109,7 +110,6 @@ def run(args: argparse.Namespace) -> int:
         )
     import torch
 
-    from megatron.data.tokenizer import build_tokenizer
     from megatron_lab.checkpoints.export_result import Export
     from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
     from megatron_lab.checkpoints.model_card import UNKNOWN, TrainingSummary, build_model_card, format_next_steps
@@ -126,12 +126,8 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = select_tokenizer(args, source)
     tokens = SpecialTokens()
     if tokenizer is not None:
-        built_tokenizer = build_tokenizer(tokenizer)
-        if built_tokenizer.vocab_size > source.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {built_tokenizer.vocab_size:,} ids, but {source.name} only {source.vocab_size:,} rows in its "
-                "embedding: the tokenizer belongs to another model. Choose the tokenizer of this model, or set --no-tokenizer"
-            )
+        tokenizer, built_tokenizer = fit_tokenizer(tokenizer, source.vocab_size, source.name)
+        source.notes.extend((*built_tokenizer.notes, *built_tokenizer.text_notes))
         tokens = SpecialTokens(bos=built_tokenizer.bos, eos=built_tokenizer.eod, pad=built_tokenizer.pad)
 
     def write_tokenizer(folder: Path) -> list[str]:

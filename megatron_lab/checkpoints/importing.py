@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig, get_run_tokenizer_settings, get_tokenizer_settings
+from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig, sets_embedding_rows
 from megatron.config.save import run_record
 from megatron_lab.checkpoints.text import format_bytes
 from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
+from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -202,17 +203,15 @@ def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, 
         )
     if from_megatron and num_rows is not None and num_rows != source.vocab_size:
         source = open_source(args.source, args.step, vocab_size=num_rows)
-    if tokenizer is None or num_ids is None or num_ids == source.vocab_size:
+    if tokenizer is None or num_ids is None:
         return source, tokenizer
-    if num_ids > source.vocab_size:
+    tokenizer, fitted_tokenizer = fit_tokenizer(tokenizer, source.vocab_size, source.name)
+    source.notes.extend((*fitted_tokenizer.notes, *fitted_tokenizer.text_notes))
+    if num_ids >= source.vocab_size:
+        return source, tokenizer
+    if not sets_embedding_rows(tokenizer.tokenizer_type):
         raise ValueError(
-            f"the tokenizer has {num_ids:,} ids, but {source.name} only {source.vocab_size:,} rows in its embedding: "
-            "the tokenizer belongs to another model. Choose the tokenizer of this model, or set --no-tokenizer"
-        )
-    tokenizer_type = str(tokenizer.tokenizer_type)
-    if "vocab_size" not in get_run_tokenizer_settings(tokenizer_type) or "vocab_size" in get_tokenizer_settings(tokenizer_type):
-        raise ValueError(
-            f"{source.name} has {source.vocab_size:,} rows in its embedding, but the tokenizer {tokenizer_type} has "
+            f"{source.name} has {source.vocab_size:,} rows in its embedding, but the tokenizer {tokenizer.tokenizer_type} has "
             f"{num_ids:,} ids. Choose the tokenizer of this model"
         )
     source.notes.append(

@@ -54,7 +54,7 @@ def find_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig
     """Return the settings of the tokenizer that the flags select, or else of the source's tokenizer. Returns None if neither
     exists.
 
-    The flags may also replace single files of the source's tokenizer.
+    The flags may also replace single files of the source's tokenizer, and say whether bos begins each text.
 
     Raises:
         ValueError: a flag names a file that this type of tokenizer does not have.
@@ -70,4 +70,5 @@ def find_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig
             f"--{invalid_names[0].replace('_', '-')} does not belong to the tokenizer of {source.name}, which is a "
             f"{source_tokenizer.tokenizer_type}. Remove the flag, or select another tokenizer by --tokenizer-type"
         )
-    return dataclasses.replace(source_tokenizer, **replaced_paths)
+    add_bos = source_tokenizer.add_bos if getattr(args, "add_bos", None) is None else args.add_bos
+    return dataclasses.replace(source_tokenizer, **replaced_paths, add_bos=add_bos)

@@ -96,9 +96,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompt-file", metavar="FILE", help="Read one prompt from this file, without the newline at its end (default: stdin)."
     )
     parser.add_argument(
-        "--add-bos", action="store_true", help="Put the tokenizer's bos token before each prompt, for models trained with it."
-    )
-    parser.add_argument(
         "--max-new-tokens",
         type=int,
         metavar="N",
@@ -195,7 +192,7 @@ def _run(args: argparse.Namespace) -> None:
     def broadcast_prompts(context: ParallelContext, tokenizer: Tokenizer | None) -> None:
         assert tokenizer is not None
         all_prompts.extend(broadcast_object(prompts, context.world))
-        prompt_token_ids.extend(encode_prompt(tokenizer, text, add_bos=args.add_bos) for text in all_prompts)
+        prompt_token_ids.extend(encode_prompt(tokenizer, text) for text in all_prompts)
 
     with open_model(args, broadcast_prompts) as loaded:
         _generate(args, loaded, sampling, all_prompts, prompt_token_ids)
@@ -249,7 +246,7 @@ def _run_dialogue(args: argparse.Namespace) -> None:
             print_to_stderr(f"chat template: {chat_formats[0].origin}")
         else:
             stop_ids = frozenset(() if args.ignore_eod else (loaded.tokenizer.eod,))
-            dialogue = Completion(loaded.tokenizer, session.num_positions, stop_ids, add_bos=args.add_bos)
+            dialogue = Completion(loaded.tokenizer, session.num_positions, stop_ids)
         print_to_stderr(f"context {session.num_positions:,} tokens. /help lists the commands, Ctrl-D leaves")
         DialogueLoop(dialogue, session, loaded.context, loaded.tokenizer, settings, first_entries).run()
 

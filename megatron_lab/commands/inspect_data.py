@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="Print at most N tokens of a document or sample (default 256); 0 prints all.",
     )
     parser.add_argument("--json", action="store_true", help="With --run, print one JSON object per sample.")
-    add_tokenizer_flags(parser, required=False)
+    add_tokenizer_flags(parser, required=False, encodes=False)
     return parser
 
 

@@ -253,6 +253,7 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     check_column(args, parser, args.json_keys)
     if args.chat_template is not None:
         refuse_all(("cut_documents",), "with --chat-template: a conversation is not cut")
+        refuse_all(("add_bos",), "with --chat-template: the template writes the bos token if the model needs it")
     if args.shuffle_seed is not None and args.shuffle_seed < 0:
         parser.error(f"--shuffle-seed must be 0 or more, not {args.shuffle_seed}")
 
@@ -265,7 +266,7 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
     from megatron_lab.data_tools.preprocess.engines import Engine
     from megatron_lab.data_tools.preprocess.job import preprocess
     from megatron_lab.data_tools.preprocess.reports import format_chat_notes
-    from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
+    from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob, get_tokenizer
     from megatron_lab.data_tools.preprocess.text_encoding import format_count
 
     start = time.monotonic()
@@ -275,21 +276,25 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
         chat = ChatTemplate.load(folder, args.chat_template or None, args.chat_date)
         for message in describe_named_template(chat, folder):
             screen.log(message)
+    job = PreprocessJob(
+        config,
+        tuple(args.json_keys),
+        args.append_eod,
+        skip_bad_records=args.on_error in (SKIP, SKIP_FILES),
+        skip_bad_files=args.on_error == SKIP_FILES,
+        column=args.column,
+        cut_documents=args.cut_documents,
+        shuffle_seed=args.shuffle_seed,
+        chat=chat,
+        text_encoding=get_text_encoding(args),
+    )
+    tokenizer, _ = get_tokenizer(job)
+    for message in (*tokenizer.notes, *(tokenizer.text_notes if chat is None else ())):
+        screen.log(message)
     summary = preprocess(
         args.input,
         args.output_prefix,
-        PreprocessJob(
-            config,
-            tuple(args.json_keys),
-            args.append_eod,
-            skip_bad_records=args.on_error in (SKIP, SKIP_FILES),
-            skip_bad_files=args.on_error == SKIP_FILES,
-            column=args.column,
-            cut_documents=args.cut_documents,
-            shuffle_seed=args.shuffle_seed,
-            chat=chat,
-            text_encoding=get_text_encoding(args),
-        ),
+        job,
         input_format=args.input_format,
         input_split=args.input_split,
         engine=Engine(args.engine, args.workers, args.ray_address),

@@ -28,6 +28,8 @@ from megatron_lab.tokenizers.bpe_rules import (
     read_json,
 )
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron_lab.tokenizers.text_frame import TextFrame, build_template_processor, read_text_frame
+from megatron_lab.tokenizers.tokenizer_json import TokenizerJson, read_tokenizer_json, splits_into_bytes
 from megatron_lab.tokenizers.vocabulary_files import PUBLISHED_FILES
 
 _CONFIG_FILE = "tokenizer_config.json"
@@ -39,6 +41,8 @@ _EXTRA_FILES = (
 _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """Class of transformers that follows tokenizer.json exactly. Without an explicit class, transformers takes that of the model's
 architecture, which since version 5 replaces parts of the file by its own."""
+_SENTENCEPIECE_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+"""Classes of transformers 5 that replace the pre-tokenizer of tokenizer.json by that of a sentencepiece tokenizer."""
 _QWEN2_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Regular expression with which the tokenizers of Qwen2 and Qwen3 split a text."""
 _DEFAULT_SPECIAL_NAMES = {"eod": "<|endoftext|>", "bos": "<|startoftext|>", "pad": "<|padding|>"}
@@ -70,12 +74,15 @@ def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length:
     if isinstance(tokenizer, ByteBPETokenizer | ByteTokenizer):
         vocab = tokenizer.vocab if isinstance(tokenizer, ByteBPETokenizer) else _build_byte_vocab()
         special_names = _get_special_names(config, vocab)
-        _write_json(folder / "tokenizer.json", _build_byte_level_json(vocab, special_names))
+        document = _build_byte_level_json(vocab, special_names)
+        if tokenizer.prefix_ids:
+            document["post_processor"] = build_template_processor(TextFrame(tokenizer.prefix_ids), special_names)
+        _write_json(folder / "tokenizer.json", document)
         tokenizer_config |= {"tokenizer_class": _TOKENIZER_CLASS} | _get_role_names(tokenizer, special_names)
     else:
         assert config.tokenizer_model is not None
         file = Path(config.tokenizer_model)
-        model, bos = SentencePieceFile(read_regular(file)), tokenizer.bos if tokenizer_type == "Llama2Tokenizer" else None
+        model, bos = SentencePieceFile(read_regular(file)), next(iter(tokenizer.prefix_ids), None)
         _write_json(folder / "tokenizer.json", convert_sentencepiece(model, bos=bos))
         shutil.copyfile(file, folder / "tokenizer.model")
         tokenizer_config |= {"tokenizer_class": _TOKENIZER_CLASS, "add_bos_token": bos is not None, "add_eos_token": False}
@@ -112,13 +119,41 @@ def _copy_tokenizer_files(file: Path, tokenizer: Tokenizer, folder: Path, tokeni
     extra_files = [name for name in _EXTRA_FILES if (file.parent / name).is_file()]
     for name in extra_files:
         shutil.copyfile(file.parent / name, folder / name)
+    content = read_tokenizer_json(file)
+    _write_text_frame(folder / "tokenizer.json", content, tokenizer)
     if _CONFIG_FILE in extra_files:
         source_config = read_json(file.parent / _CONFIG_FILE, str(file.parent / _CONFIG_FILE), "a JSON object")
+        source_config, notes = _correct_class(source_config, content)
         _write_json(folder / _CONFIG_FILE, {"tokenizer_class": _TOKENIZER_CLASS} | source_config)
-        return []
-    names = {token["id"]: token["content"] for token in read_json(file, str(file), "tokenizer.json").get("added_tokens") or []}
+        return notes
+    names = {token["id"]: token["content"] for token in content.added}
     _write_json(folder / _CONFIG_FILE, tokenizer_config | {"tokenizer_class": _TOKENIZER_CLASS} | _get_role_names(tokenizer, names))
     return [f"{file.parent} has no {_CONFIG_FILE}: one is written with the known special tokens"]
+
+
+def _write_text_frame(path: Path, content: TokenizerJson, tokenizer: Tokenizer) -> None:
+    """Change the post-processor of a copied tokenizer.json if the tokenizer puts other ids before texts than the file asks for
+    (--add-bos, --no-add-bos).
+
+    Args:
+        content: content of the original file.
+    """
+    frame = TextFrame(tokenizer.prefix_ids, tokenizer.suffix_ids)
+    if frame == read_text_frame(content):
+        return
+    names = {id: token for token, id in content.ids.items()}
+    document = read_json(path, str(path), "tokenizer.json")
+    _write_json(path, document | {"post_processor": build_template_processor(frame, names)})
+
+
+def _correct_class(tokenizer_config: dict[str, Any], content: TokenizerJson) -> tuple[dict[str, Any], list[str]]:
+    """Replace the class in a tokenizer_config.json if that class of transformers 5 would not follow tokenizer.json: classes of
+    sentencepiece tokenizers, with a byte-level tokenizer. Return the new content, and notes for the user."""
+    name = tokenizer_config.get("tokenizer_class")
+    if not isinstance(name, str) or name.removesuffix("Fast") not in _SENTENCEPIECE_CLASSES or not splits_into_bytes(content):
+        return tokenizer_config, []
+    note = f"{_CONFIG_FILE} names {_TOKENIZER_CLASS} instead of {name}, which in transformers 5 does not split texts into bytes"
+    return tokenizer_config | {"tokenizer_class": _TOKENIZER_CLASS}, [note]
 
 
 def _get_role_names(tokenizer: Tokenizer, names: dict[int, str]) -> dict[str, str]:

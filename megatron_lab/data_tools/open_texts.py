@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig, get_tokenizer_settings
 from megatron.config.optional_packages import import_optional
 from megatron.data.indexed_dataset import DatasetError
+from megatron.data.tokenizer import require_tokenizer_json
 from megatron_lab.data_tools.hub_snapshots import resolve_snapshot
 from megatron_lab.data_tools.streamed_texts import MAX_RESHARDED_FILES, format_missing_column
+from megatron_lab.tokenizers.text_frame import read_text_frame
+from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
 
 _BUILDERS = {
     ".jsonl": "json",
@@ -168,8 +171,17 @@ def hash_tokenizer(config: DataConfig) -> str:
 
     assert config.tokenizer_type is not None
     state = xxh3_128(config.tokenizer_type.encode())
+    if config.add_bos is not None:
+        state.update(f" add_bos={config.add_bos}".encode())
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        content = read_tokenizer_json(require_tokenizer_json(config.tokenizer_model, config.tokenizer_type))
+        added_ids = {token["content"]: token["id"] for token in content.added} if content.is_completed else {}
+        frame = read_text_frame(content)
+        state.update(f" {added_ids} {frame}".encode() if added_ids or any(frame) else b"")
     for field in get_tokenizer_settings(config.tokenizer_type):
         value = getattr(config, field)
+        if field == "add_bos":
+            continue
         if field not in TOKENIZER_FILE_SETTINGS or value is None:
             state.update(f" {field}={value}".encode())
             continue

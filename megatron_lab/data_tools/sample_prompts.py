@@ -57,7 +57,7 @@ def load_prompts(config: Config, tokenizer: Tokenizer) -> list[SamplePrompt]:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text) or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
+    return tokenizer.encode(text) or tokenizer.document_start
 
 
 def _read_texts(path: str) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron_lab.tokenizers.text_frame import TextFrame, build_template_processor
+
 Text = TypeVar("Text", str, bytes)
 
 _BLANK = "▁"
@@ -108,7 +110,7 @@ def convert_sentencepiece(file: SentencePieceFile, *, bos: int | None) -> dict[s
         added_tokens,
         _build_unigram_model(file) if file.model_type == _UNIGRAM else _convert_bpe_model(file),
         normalizer={"type": "Sequence", "normalizers": normalizers},
-        post_processor=None if bos is None else _build_bos_processor(file.tokens[bos].text, bos),
+        post_processor=None if bos is None else build_template_processor(TextFrame((bos,)), {bos: file.tokens[bos].text}),
         decoder={"type": "Sequence", "decoders": decoders},
     )
 
@@ -199,25 +201,6 @@ def derive_merges(tokens: Sequence[Text], ids: Mapping[Text, int]) -> list[tuple
 
 def _find_unknown_id(file: SentencePieceFile) -> int:
     return next(id for id, token in enumerate(file.tokens) if token.token_type == _UNKNOWN)
-
-
-def _build_bos_processor(name: str, id: int) -> dict[str, Any]:
-    """Return the section `post_processor` of a tokenizer.json that puts a bos token before each text.
-
-    Args:
-        name: text of the bos token.
-        id: id of the bos token.
-    """
-    bos_item = {"SpecialToken": {"id": name, "type_id": 0}}
-    first_text, second_text = (
-        {"Sequence": {"id": sequence_name, "type_id": type_id}} for type_id, sequence_name in enumerate("AB")
-    )
-    return {
-        "type": "TemplateProcessing",
-        "single": [bos_item, first_text],
-        "pair": [bos_item, first_text, {"SpecialToken": {"id": name, "type_id": 1}}, second_text],
-        "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]}},
-    }
 
 
 def _parse_token(fields: dict[int, list[Any]]) -> SentencePieceToken:

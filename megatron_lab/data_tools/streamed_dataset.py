@@ -185,7 +185,7 @@ class StreamedDataset(SampleSource):
                 data.texts,
                 lane,
                 data.tokenizer.encode_array,
-                data.eod,
+                data.tokenizer.get_document_end(),
                 dtype,
                 PositionStore(get_position_file(folder, lane) if folder else None),
                 get_history=self._get_history,

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,7 +133,7 @@ class TokenLane:
         texts: texts of the dataset.
         lane: index of the lane.
         encode: returns the tokens of a text.
-        eod: end-of-document token, which follows each document.
+        end: tokens that follow each document, such as the end-of-document token.
         dtype: type of the tokens in memory.
         positions: known positions of the lane.
         get_history: returns the number of tokens that the lane may keep in memory after they are read, for threads that read the
@@ -146,14 +146,14 @@ class TokenLane:
         texts: TextLanes,
         lane: int,
         encode: Callable[[str], NDArray[np.integer]],
-        eod: int,
+        end: Sequence[int],
         dtype: type[np.integer],
         positions: PositionStore,
         *,
         get_history: Callable[[], int],
         notify_epoch: Callable[[int], None],
     ) -> None:
-        self._texts, self._lane, self._encode, self._eod, self._positions = texts, lane, encode, eod, positions
+        self._texts, self._lane, self._encode, self._end, self._positions = texts, lane, encode, end, positions
         self._get_history, self._notify_epoch = get_history, notify_epoch
         self._lock = threading.Lock()
         self._documents: Iterator[_Document] | None = None
@@ -244,7 +244,7 @@ class TokenLane:
             tokens = self._encode(document.text)
         except ValueError as error:
             raise DatasetError(f"{document.origin}, row {document.row}: the text cannot be encoded: {error}") from error
-        return np.append(tokens, np.asarray(self._eod, self._tokens.dtype)) if len(tokens) else tokens
+        return np.append(tokens, np.asarray(self._end, self._tokens.dtype)) if len(tokens) else tokens
 
     def _iter_documents(self, position: LanePosition, *, num_epochs: int | None = None) -> Iterator[_Document]:
         """Yield the documents of the lane from a position on, epoch after epoch. Documents without text are left out.

@@ -9,11 +9,12 @@ from megatron.config.data import TOKENIZER_SETTINGS, DataConfig, TiktokenPattern
 from megatron_lab.data_tools.hub_snapshots import resolve_snapshot
 
 
-def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool = True, encodes: bool = True) -> None:
     """Add --tokenizer-type and the flags of all tokenizer types. The value of a flag is None if the user does not set it.
 
     Args:
         required: whether the user must set --tokenizer-type.
+        encodes: whether the tool encodes texts, or copies the tokenizer for programs that do. Otherwise --add-bos is not added.
     """
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=required, choices=get_args(TokenizerType), help="type of tokenizer")
@@ -47,6 +48,12 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool = Tru
         metavar="NAME",
         help=f"names of TikTokenizer's first special tokens ({' '.join(DataConfig.tiktoken_special_tokens)})",
     )
+    if encodes:
+        group.add_argument(
+            "--add-bos",
+            action=argparse.BooleanOptionalAction,
+            help="put the bos token before each text, or not (as the tokenizer's files ask; Llama2Tokenizer: put it)",
+        )
 
 
 def build_tokenizer_config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> DataConfig:
@@ -54,7 +61,7 @@ def build_tokenizer_config(args: argparse.Namespace, parser: argparse.ArgumentPa
 
     If the user set a flag that has no effect on the selected tokenizer type, end the program with status 2.
     """
-    values = {name: getattr(args, name) for name in TOKENIZER_SETTINGS if getattr(args, name) is not None}
+    values = {name: value for name in TOKENIZER_SETTINGS if (value := getattr(args, name, None)) is not None}
     applicable = get_tokenizer_settings(args.tokenizer_type) if args.tokenizer_type else ()
     for name in values:
         if name not in applicable:

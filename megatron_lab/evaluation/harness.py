@@ -52,7 +52,7 @@ class HarnessModel:
             requests: requests of the harness, each with `args` (text,).
         """
         prefix = get_document_prefix(self.text_tokenizer)
-        sequences = [([*prefix, *self.text_tokenizer.encode(request.args[0])], 1) for request in requests]
+        sequences = [([*prefix, *self._encode_segment(request.args[0])], len(prefix)) for request in requests]
         return [score.total for score in self.scorer.score(sequences)]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
@@ -72,14 +72,19 @@ class HarnessModel:
         """
         if not context:
             prefix = get_document_prefix(self.text_tokenizer)
-            return [*prefix, *self.text_tokenizer.encode(continuation)], len(prefix)
+            return [*prefix, *self._encode_segment(continuation)], len(prefix)
         stripped_context = context.rstrip()
         context_ids = self.text_tokenizer.encode(stripped_context) if stripped_context else get_document_prefix(self.text_tokenizer)
         joint_ids = self.text_tokenizer.encode(context + continuation)
         if joint_ids[: len(context_ids)] == context_ids and len(joint_ids) > len(context_ids) > 0:
             return joint_ids, len(context_ids)
-        continuation_ids = self.text_tokenizer.encode(context[len(stripped_context) :] + continuation)
+        continuation_ids = self._encode_segment(context[len(stripped_context) :] + continuation)
         return [*context_ids, *continuation_ids], len(context_ids)
+
+    def _encode_segment(self, text: str) -> list[int]:
+        """Return the token ids of a text that does not start a document."""
+        ids: list[int] = self.text_tokenizer.encode_segment(text).tolist()
+        return ids
 
     def _generate(self, context: str, gen_kwargs: dict[str, Any]) -> str:
         stop_texts = gen_kwargs.get("until") or []

@@ -19,6 +19,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron_lab.checkpoints.text import parse_step
 from megatron_lab.checkpoints.tokenizer_choice import find_tokenizer
 from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags
+from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ def check_layout(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if args.tokenizer_type is None:
         for name in TOKENIZER_SETTINGS:
-            if name not in TOKENIZER_FILE_SETTINGS and getattr(args, name) is not None:
+            if name not in (*TOKENIZER_FILE_SETTINGS, "add_bos") and getattr(args, name) is not None:
                 parser.error(f"--{name.replace('_', '-')} has no effect without --tokenizer-type: leave it out")
     world_size, cp, pp = (
         int(os.environ.get("WORLD_SIZE", 1)),
@@ -128,7 +129,6 @@ def open_model(
         ValueError: the folder has no model, the layout cannot split the model, or the tokenizer is unknown or does not fit the
             model.
     """
-    from megatron.data.tokenizer import build_tokenizer
     from megatron.parallel.context import connect, disconnect
     from megatron_lab.foreign.open_source import open_source
     from megatron_lab.inference.model_from_source import load_model
@@ -141,12 +141,9 @@ def open_model(
         raise ValueError(
             f"the tokenizer of {args.load} is unknown: set --tokenizer-type and the flag of its file, such as --tokenizer-model"
         )
-    tokenizer = None if tokenizer_config is None else build_tokenizer(tokenizer_config)
-    if tokenizer is not None and tokenizer.vocab_size > source.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids, but {args.load} only {source.vocab_size:,} rows in its embedding: "
-            "this tokenizer does not belong to the model. Choose the tokenizer of the model"
-        )
+    tokenizer = None
+    if tokenizer_config is not None:
+        tokenizer_config, tokenizer = fit_tokenizer(tokenizer_config, source.vocab_size, args.load)
     sizes = {name: getattr(args, name) for name in (*PARALLEL_SIZES, "device")}
     if timeout_minutes is not None:
         sizes["distributed_timeout_minutes"] = timeout_minutes
@@ -156,7 +153,12 @@ def open_model(
         start = time.perf_counter()
         model = load_model(source, context, _select_dtype(args, source, context))
         if context.rank == 0:
-            print_to_stderr(*source.notes, f"{args.load} read in {time.perf_counter() - start:.1f} s: {_describe_model(model)}")
+            tokenizer_notes = () if tokenizer is None else (*tokenizer.notes, *tokenizer.text_notes)
+            print_to_stderr(
+                *source.notes,
+                *tokenizer_notes,
+                f"{args.load} read in {time.perf_counter() - start:.1f} s: {_describe_model(model)}",
+            )
         yield OpenedModel(source, model, context, tokenizer, tokenizer_config)
     finally:
         disconnect()

@@ -58,8 +58,9 @@ class Perplexity:
 def compute_perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer: Tokenizer | None) -> Perplexity:
     """Score every token of the documents, and return the perplexity over all of them.
 
-    Each document is scored separately. The model first reads the token that starts a document (bos, or else eod). Without a
-    tokenizer this token is unknown, so the first token of each document is not scored.
+    Each document is scored separately. The model first reads the token that starts a document (bos, or else eod), which is not
+    scored. A document that begins with this token gets no second one. Without a tokenizer this token is unknown, so the first token
+    of each document is not scored.
 
     Raises:
         ValueError: there is no token to score, or a token id is outside the vocabulary.
@@ -68,7 +69,7 @@ def compute_perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer:
     num_documents, num_tokens, num_bytes, total_loss = 0, 0, 0, 0.0
     has_num_bytes = True
     for group in _group_documents(documents):
-        for score in scorer.score([([*prefix, *document.ids], 1) for document in group]):
+        for score in scorer.score([_prepare(document, prefix) for document in group], first_index=num_documents):
             num_tokens += len(score.log_probabilities)
             total_loss -= score.total
         for document in group:
@@ -81,6 +82,12 @@ def compute_perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer:
             "Choose longer documents"
         )
     return Perplexity(num_documents, num_tokens, num_bytes if has_num_bytes else None, total_loss / num_tokens)
+
+
+def _prepare(document: Document, prefix: list[int]) -> tuple[list[int], int]:
+    """Return the ids of a document after the ids that start a document, and the index of the first id to score."""
+    has_prefix = document.ids[: len(prefix)] == prefix
+    return document.ids if has_prefix else [*prefix, *document.ids], max(1, len(prefix))
 
 
 def _group_documents(documents: Iterable[Document]) -> Iterable[tuple[Document, ...]]:

@@ -106,22 +106,23 @@ class Scorer:
         self._model, self._context = model, context
         self._batch_size = max(1, _TOKENS_PER_BATCH // self.length) if batch_size is None else batch_size
 
-    def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[Score]:
+    def score(self, sequences: Sequence[tuple[Sequence[int], int]], *, first_index: int = 0) -> list[Score]:
         """Return the log-probabilities of the tokens of each sequence.
 
         Args:
             sequences: (token ids, index of the first token to score) of each sequence.
+            first_index: index of the first sequence among all texts that are scored, for messages.
 
         Raises:
             ValueError: a token id is outside the vocabulary.
         """
-        max_id = max((max(ids) for ids, _ in sequences if len(ids)), default=0)
-        if max_id >= self._model.vocab_size:
-            raise ValueError(
-                f"a text to score has the token id {max_id:,}, but the vocabulary of the model has only "
-                f"{self._model.vocab_size:,} ids: the tokenizer belongs to another model. Choose the tokenizer of this model "
-                "(--tokenizer-model)"
-            )
+        for index, (ids, _) in enumerate(sequences, start=first_index):
+            if len(ids) and max(ids) >= self._model.vocab_size:
+                raise ValueError(
+                    f"text {index:,} (the first is 0) has the token id {max(ids):,}, but the vocabulary of the model has only "
+                    f"{self._model.vocab_size:,} ids: the tokenizer belongs to another model, or the id is that of a special token "
+                    "that the model has no row for. Choose the tokenizer of this model (--tokenizer-model), or remove the text"
+                )
         items = [
             (sequence_index, window)
             for sequence_index, (ids, first_scored) in enumerate(sequences)

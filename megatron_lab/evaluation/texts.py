@@ -111,10 +111,5 @@ def _count_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
 
 
 def get_document_prefix(tokenizer: Tokenizer | None) -> list[int]:
-    """Return a list with the token id that precedes each document: bos, or eod if the tokenizer has no bos.
-
-    Without a tokenizer, the list is empty.
-    """
-    if tokenizer is None:
-        return []
-    return [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
+    """Return the token ids that start each document (`Tokenizer.document_start`). Without a tokenizer, the list is empty."""
+    return [] if tokenizer is None else tokenizer.document_start

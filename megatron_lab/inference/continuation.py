@@ -25,23 +25,12 @@ DEFAULT_ANSWER_TOKENS = 1024
 """Default limit on the tokens of one answer in a conversation. The model usually ends its answer earlier."""
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a prompt.
 
-    If the prompt is empty, return the token that starts a document: bos, or eod if the tokenizer has no bos.
-
-    Args:
-        add_bos: put the bos token before the prompt.
-
-    Raises:
-        ValueError: `add_bos` is set, and the tokenizer has no bos token.
+    If the prompt is empty, return the ids that start a document (`Tokenizer.document_start`).
     """
-    ids = tokenizer.encode(text)
-    if add_bos:
-        if tokenizer.bos is None:
-            raise ValueError("--add-bos: this tokenizer has no bos token. Leave the flag out.")
-        ids = [tokenizer.bos, *ids]
-    return ids or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
+    return tokenizer.encode(text) or tokenizer.document_start
 
 
 def select_max_new_tokens(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:

@@ -187,14 +187,13 @@ class Completion:
     Args:
         context_length: maximum number of tokens of prompt and continuation.
         stop_ids: ids that end a text.
-        add_bos: put the bos token before each text.
     """
 
     stop_text: str | None = None
     continues_on_empty_entry = True
 
-    def __init__(self, tokenizer: Tokenizer, context_length: int, stop_ids: frozenset[int], *, add_bos: bool = False) -> None:
-        self._tokenizer, self._context_length, self._add_bos = tokenizer, context_length, add_bos
+    def __init__(self, tokenizer: Tokenizer, context_length: int, stop_ids: frozenset[int]) -> None:
+        self._tokenizer, self._context_length = tokenizer, context_length
         self.stop_ids = stop_ids
         self.num_turns = 0
         self.reset()
@@ -214,7 +213,7 @@ class Completion:
 
     def build_prompt(self, max_new_tokens: int) -> tuple[list[int], str | None]:
         """Return the token ids of the text; only the last ones if the text is longer than the context."""
-        ids = encode_prompt(self._tokenizer, self._prompt or "", add_bos=self._add_bos)
+        ids = encode_prompt(self._tokenizer, self._prompt or "")
         max_tokens = self._context_length - min(max_new_tokens, max(1, self._context_length // _RESERVED_SHARE))
         if len(ids) <= max_tokens:
             return ids, None

@@ -222,13 +222,14 @@ def check_request(model: Model, request: GenerationRequest) -> None:
     Raises:
         ValueError: a prompt is empty or has an id outside the vocabulary, or prompt and new tokens exceed the learned positions.
     """
-    for prompt in request.prompts:
+    for index, prompt in enumerate(request.prompts, start=request.first_prompt + 1):
         if not prompt:
             raise ValueError("a prompt has no tokens: write some text, or start it with the end-of-document or bos token")
         if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
             raise ValueError(
-                f"a prompt has token ids from {min(prompt)} to {max(prompt)}, but the model has ids 0 to {model.vocab_size - 1}: "
-                "the tokenizer belongs to another model. Choose the tokenizer of this model"
+                f"prompt {index:,} has token ids from {min(prompt)} to {max(prompt)}, but the model has ids 0 to "
+                f"{model.vocab_size - 1}: the tokenizer belongs to another model, or a chat template writes a special token that "
+                "the model has no row for. Choose the tokenizer of this model, or another template"
             )
     max_length, config = max(map(len, request.prompts)), model.config
     if config.position_embedding_type == "learned_absolute" and max_length + request.max_new_tokens > config.num_positions:

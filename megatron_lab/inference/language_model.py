@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.storage import PathOrUrl
 from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron_lab.foreign.open_source import open_source
@@ -25,6 +25,7 @@ from megatron_lab.inference.continuation import (
 from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.inference.generate import GenerationRequest, Sampling, check_request
 from megatron_lab.inference.model_from_source import load_model, select_default_dtype
+from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
 
 if TYPE_CHECKING:
     from megatron_lab.inference.chat_format import ChatFormat
@@ -69,7 +70,7 @@ class LanguageModel:
             raise ValueError(
                 f"the tokenizer of {folder} is unknown: pass `tokenizer`, a DataConfig with tokenizer_type and its files"
             )
-        built_tokenizer = build_tokenizer(tokenizer_config)
+        _, built_tokenizer = fit_tokenizer(tokenizer_config, source.vocab_size, str(folder))
         context = connect(parallel)
         language_model = cls(load_model(source, context, dtype or select_default_dtype(source, context)), context, built_tokenizer)
         language_model._must_disconnect = True

@@ -12,7 +12,7 @@ from megatron.checkpoint.save_folder import get_checkpoint_name, list_iterations
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
 from megatron.checkpoint.storage_url import open_storage
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILE_SETTINGS, TOKENIZER_SETTINGS
+from megatron.config.data import TOKENIZER_FILE_SETTINGS, TOKENIZER_SETTINGS, sets_embedding_rows
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import get_flags
 from megatron.config.model import CHANGEABLE_FIELDS, DECREASABLE_FIELDS, INCREASABLE_FIELDS, get_changeable_from_weights
@@ -26,7 +26,10 @@ _CHECKPOINT_FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint
 """Flags that select the checkpoint."""
 _DEFAULT_PROPERTIES = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "max_position_embeddings": "num_positions"}
 """Model fields that may be None, with the property that gives the actual value."""
-_TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS if field not in TOKENIZER_FILE_SETTINGS))
+_TOKENIZER_FIELDS = (
+    "tokenizer_type",
+    *(field for field in TOKENIZER_SETTINGS if field not in (*TOKENIZER_FILE_SETTINGS, "add_bos")),
+)
 """Settings that determine the vocabulary. Tokenizer files are not included: they may have another path, which the user then
 sets."""
 
@@ -45,7 +48,7 @@ def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, l
         The settings, and the violations: no checkpoint can be read, or flags contradict the checkpoint.
     """
     try:
-        folder, saved, starts_from_weights = _select_checkpoint(config.checkpoint)
+        folder, saved, num_rows, starts_from_weights = _select_checkpoint(config.checkpoint)
     except ConfigError as error:
         replaced_flags = [f"--{flag.name}" for flag in get_flags().values() if _is_checkpoint_field(flag.topic, flag.field)]
         # Add the flags that the checkpoint would have replaced: rules about their default values are then not reported.
@@ -65,6 +68,8 @@ def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, l
         saved_value: Any = getattr(getattr(saved, flag.topic), flag.field)
         if saved_value is None and flag.field in _DEFAULT_PROPERTIES:
             saved_value = getattr(saved.model, _DEFAULT_PROPERTIES[flag.field])
+        if saved_value is None and flag.field == "vocab_size" and sets_embedding_rows(saved.data.tokenizer_type):
+            saved_value = num_rows
         if requested != saved_value and (
             flag.field in changeable_fields
             or (flag.field in DECREASABLE_FIELDS and requested < saved_value)
@@ -84,8 +89,12 @@ def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, l
     if "seq_length" in overrides and model.position_embedding_type == "learned_absolute":  # the embedding keeps its rows
         model = dataclasses.replace(model, max_position_embeddings=model.num_positions)
     fields = _TOKENIZER_FIELDS if explicit & set(TOKENIZER_FILE_SETTINGS) else (*_TOKENIZER_FIELDS, *TOKENIZER_FILE_SETTINGS)
+    fields = fields if "add_bos" in explicit else (*fields, "add_bos")
     saved_data = {field: getattr(saved.data, field) for field in fields} if has_tokenizer else {}
     data = dataclasses.replace(config.data, **saved_data)
+    if data.vocab_size is None and (not has_tokenizer or explicit & set(TOKENIZER_FILE_SETTINGS)):
+        # The weights determine the rows of the embedding. The tokenizer of the command line may have more or fewer ids.
+        data = dataclasses.replace(data, vocab_size=num_rows if sets_embedding_rows(data.tokenizer_type) else None)
     return dataclasses.replace(config, model=dataclasses.replace(model, **overrides), data=data), violations
 
 
@@ -102,13 +111,14 @@ def _is_checkpoint_field(topic: str, field: str) -> bool:
     return topic == "model" or field in _TOKENIZER_FIELDS
 
 
-def _select_checkpoint(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]:
+def _select_checkpoint(checkpoint: CheckpointConfig) -> tuple[str, Config, int | None, bool]:
     """Select the checkpoint from which the run starts.
 
     It is a checkpoint in the folder of --load or, if that folder has none, in the folder of --pretrained-checkpoint.
 
     Returns:
-        Location of the checkpoint, its settings, and whether the run uses only its weights.
+        Location of the checkpoint, its settings, the number of rows of its word embedding (None if it is not recorded), and whether
+            the run uses only its weights.
 
     Raises:
         ConfigError: there is no checkpoint, or no checkpoint has settings that can be read.
@@ -157,8 +167,8 @@ def _list_candidates(save_folder: Storage) -> list[Storage]:
     return [save_folder.get_child(get_checkpoint_name(i)) for i in sorted(iterations, key=lambda i: (i != latest, -i))]
 
 
-def _read_first(folders: Sequence[Storage]) -> tuple[str, Config]:
-    """Return the location and the settings of the first checkpoint whose settings can be read.
+def _read_first(folders: Sequence[Storage]) -> tuple[str, Config, int | None]:
+    """Return the location, the settings and the rows of the word embedding of the first checkpoint whose settings can be read.
 
     Unreadable checkpoints are skipped, as they are when a run loads a checkpoint.
 
@@ -171,15 +181,16 @@ def _read_first(folders: Sequence[Storage]) -> tuple[str, Config]:
     first_error: ConfigError | None = None
     for folder in folders:
         try:
-            return folder.location, _read_config(folder)
+            return folder.location, *_read_config(folder)
         except ConfigError as error:
             first_error = first_error or error
     assert first_error is not None
     raise first_error
 
 
-def _read_config(folder: Storage) -> Config:
-    """Read the model and tokenizer settings of a checkpoint. All other settings have their default values.
+def _read_config(folder: Storage) -> tuple[Config, int | None]:
+    """Read the model and tokenizer settings of a checkpoint, and the number of rows of its word embedding. All other settings have
+    their default values.
 
     Raises:
         ConfigError: the settings cannot be read.
@@ -215,9 +226,10 @@ def _read_config(folder: Storage) -> Config:
             f"{file} holds no settings of the model and the data (mappings config.model and config.data). Copy the checkpoint "
             "again."
         )
-    fields = {*_TOKENIZER_FIELDS, *TOKENIZER_FILE_SETTINGS}
+    fields = {"tokenizer_type", *TOKENIZER_SETTINGS}
     settings_by_topic["data"] = {field: value for field, value in settings_by_topic["data"].items() if field in fields}
-    return from_dict(settings_by_topic)
+    num_rows = record.get("vocab_size")
+    return from_dict(settings_by_topic), num_rows if isinstance(num_rows, int) else None
 
 
 def _build_error(message: str) -> ConfigError:

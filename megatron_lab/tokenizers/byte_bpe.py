@@ -55,7 +55,7 @@ class ByteBPETokenizer(Tokenizer):
         """Regular expression that matches any added token. If several added tokens match at a position, the longest is selected."""
         return re.compile(f"({'|'.join(re.escape(token) for token in sorted(self.vocab.added, key=len, reverse=True))})")
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
         if any(token in text for token in self.vocab.added):
             return np.concatenate(list(self._encode_with_added(text)))
         return self._encode_ordinary(text)

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron.config.data import TOKENIZER_FILE_SETTINGS, TOKENIZER_SETTINGS, DataConfig
 from megatron.config.regular_file import parse_json, read_regular
 from megatron.config.save import check_json_type
@@ -146,14 +144,12 @@ def compute_fingerprint(tokenizer: Tokenizer, config: DataConfig) -> TokenizerFi
 
 
 def _hash_ids(tokenizer: Tokenizer, text: str) -> str:
-    """Return a hash of the ids of a text, without ids that the tokenizer puts before and after each text."""
+    """Return a hash of the ids of a text, without the ids that the tokenizer puts before and after each text."""
     try:
-        ids = tokenizer.encode(text)
+        ids = tokenizer.encode_segment(text)
     except ValueError:
         return "cannot be encoded"  # for example, a character has no token
-    start = int(ids[:1] == [tokenizer.bos])
-    end = len(ids) - int(ids[-1:] == [tokenizer.eod])
-    return hashlib.sha256(np.array(ids[start:end], "<i8").tobytes()).hexdigest()[:16]
+    return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 _fingerprints: dict[tuple[object, ...], TokenizerFingerprint] = {}

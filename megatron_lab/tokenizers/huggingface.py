@@ -19,12 +19,15 @@ from megatron.config.optional_packages import import_optional
 from megatron.data.tokenizer import Tokenizer
 from megatron_lab.tokenizers.bpe_rules import NotExactError
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer, TiktokenEncoder
+from megatron_lab.tokenizers.companion_tokens import asks_for_bos, format_names
+from megatron_lab.tokenizers.text_frame import format_ids, read_text_frame
 from megatron_lab.tokenizers.tokenizer_json import (
     SpecialIds,
     TokenizerJson,
     build_byte_vocabulary,
     covers_all_bytes,
     find_special_ids,
+    get_special_ids,
     read_tokenizer_json,
     split_merge,
 )
@@ -39,32 +42,77 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer for a tokenizer.json. It uses tiktoken for byte-level BPE, and the `tokenizers` library, which is slower, for
     everything else.
 
-    The end-of-document token is the eos token that `find_special_ids` reads from the files. Post-processors are not applied: a
-    document gets no bos token, and gets an end-of-document token only if the caller requests it. Special tokens that occur in a
-    text are encoded as ordinary text. Added tokens that are not special (such as ``<think>``) are matched, as the file requires.
+    The end-of-document token is the eos token that `find_special_ids` reads from the files. The special tokens that the file's
+    post-processor adds to each text, such as bos, are `prefix_ids` and `suffix_ids`. Special tokens that occur in a text are
+    encoded as ordinary text. Added tokens that are not special (such as ``<think>``) are matched, as the file requires.
 
     The ids equal those of the `tokenizers` library, with one exception if the normalizer is NFC: combining marks that are newer
     than Unicode 10 and not in canonical order. Python reorders these marks; the library does not know them.
 
     Args:
         path: path of tokenizer.json. The special tokens are read from the files next to it.
+        num_rows: number of rows of the word embedding. If the tokenizer has more ids, and all ids without a row are special tokens,
+            which ordinary text never yields, they are left out of `vocab_size`.
 
     Raises:
         ValueError: the file is invalid, or no file defines the end-of-document token.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, num_rows: int | None = None) -> None:
         self.path = path
         """Path of tokenizer.json."""
         file = read_tokenizer_json(path)
         self._special = find_special_ids(path, file.ids)
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = self._special.eod, self._special.bos, self._special.pad
+        self._frame = read_text_frame(file)
+        self.prefix_ids, self.suffix_ids = self._frame
+        self._file_notes = [*file.notes, *self._leave_out_special_tokens(file, num_rows)]
+        self._ignores_bos = not self._frame.prefix and asks_for_bos(path)
+        shown_ids = {*self._frame.prefix, *self._frame.suffix, self.bos}
+        self._names = {id: token for token, id in file.ids.items() if id in shown_ids}
         self._slow_reason: str | None = None  # why the slower library is used, until the warning
         self._num_characters = 0
         with suppress(NotExactError):
             # Report errors at once. The vocabulary is not kept, because a training run does not need it.
             build_byte_vocabulary(file, self._special)
+
+    def _leave_out_special_tokens(self, file: TokenizerJson, num_rows: int | None) -> list[str]:
+        """Set `vocab_size` to the number of rows of the word embedding if only special tokens have no row. Return a note about
+        them."""
+        if num_rows is None or num_rows >= self.vocab_size:
+            return []
+        left_out = {id: token for token, id in sorted(file.ids.items(), key=lambda item: item[1]) if id >= num_rows}
+        if not left_out.keys() <= get_special_ids(file) - {self.eod, *self.prefix_ids, *self.suffix_ids}:
+            return []
+        num_ids, self.vocab_size = self.vocab_size, num_rows
+        self.bos, self.pad = (None if id in left_out else id for id in (self.bos, self.pad))
+        return [
+            f"the tokenizer has {num_ids:,} ids, the word embedding {num_rows:,} rows: no row for "
+            f"{format_names([f'{token} ({id})' for id, token in left_out.items()])}, which ordinary text never yields"
+        ]
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self._file_notes
+
+    @property
+    def text_notes(self) -> Sequence[str]:
+        prefix, requested = format_ids(self.prefix_ids, self._names), format_ids(self._frame.prefix, self._names)
+        notes = []
+        if self.prefix_ids:
+            reason = f"; {self.path.name} requests it (--no-add-bos leaves it out)" if prefix == requested else " (--add-bos)"
+            notes.append(f"each text begins with {prefix}{reason}")
+        elif requested:
+            notes.append(f"texts begin without {requested}, which {self.path.name} requests (--no-add-bos)")
+        elif self._ignores_bos and self.bos is not None:
+            notes.append(
+                f"texts begin without {format_ids([self.bos], self._names)}: tokenizer_config.json has add_bos_token, but "
+                f"{self.path.name} puts no token before texts, and transformers 5 follows {self.path.name}; --add-bos puts it there"
+            )
+        if self.suffix_ids:
+            notes.append(f"each document ends with {format_ids(self.suffix_ids, self._names)}, which {self.path.name} requests")
+        return notes
 
     @cached_property
     def backend(self) -> ByteBPETokenizer | LibraryTokenizer:
@@ -81,8 +129,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self._slow_reason = str(error)
             return LibraryTokenizer(file, self._special, self._slow_reason)
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
-        ids = self.backend.encode_array(text)
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
+        ids = self.backend.encode_segment(text)
         if self._slow_reason is not None:
             self._num_characters += len(text)
             if self._num_characters >= _CHARACTERS_BEFORE_WARNING:
@@ -116,7 +164,7 @@ class LibraryTokenizer(Tokenizer):
         library = import_optional("tokenizers", f"{self._source}: {reason}. This needs the tokenizers library")
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = special.eod, special.bos, special.pad
-        self._special_ids = {special.eod, special.bos, special.pad} | {token["id"] for token in file.added if token.get("special")}
+        self._special_ids = {special.eod, special.bos, special.pad} | get_special_ids(file)
         document = _hide_eod(file, special.eod, self._source)
         try:
             self._tokenizer = library.Tokenizer.from_str(json.dumps(document))
@@ -129,7 +177,7 @@ class LibraryTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def encode_array(self, text: str) -> NDArray[np.integer]:
+    def encode_segment(self, text: str) -> NDArray[np.integer]:
         text.encode()  # gives a better message for half a surrogate pair than the library
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.eod in ids:

@@ -1,13 +1,15 @@
-"""Reader of Hugging Face's tokenizer.json and of the files next to it that define special tokens. It builds a byte-level BPE
+"""Reader of Hugging Face's tokenizer.json and of the files next to it that define more tokens. It builds a byte-level BPE
 vocabulary if tiktoken can reproduce the tokenizer."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.config.regular_file import read_text
 from megatron_lab.tokenizers.bpe_rules import (
     GPT2_PATTERN,
     ByteVocabulary,
@@ -19,21 +21,36 @@ from megatron_lab.tokenizers.bpe_rules import (
     decode_byte_chars,
     read_json,
 )
+from megatron_lab.tokenizers.companion_tokens import (
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    complete_added_tokens,
+    get_token_content,
+    list_name_files,
+    read_companion_tokens,
+)
 
 
 @dataclass(frozen=True)
 class TokenizerJson:
-    """Content of a tokenizer.json, after checks of its form, with the ids of its tokens."""
+    """Content of a tokenizer.json, after checks of its form, with the ids of its tokens. It is completed with the tokens that only
+    the files next to it have."""
 
     path: Path
     document: dict[str, Any]
-    """Complete content of the file."""
+    """Content of the file, with the completed list `added_tokens`."""
     model: dict[str, Any]
     """Object `model` in the file: type of the tokenizer, vocabulary and merges."""
     ids: dict[str, int]
     """Ids of all tokens, including added tokens."""
     added: tuple[dict[str, Any], ...]
     """Added tokens: id, content, whether the token is special, and options for matching the token in a text."""
+    marked_ids: frozenset[int] = frozenset()
+    """Ids of tokens that the model has, and that only a file next to tokenizer.json calls special."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user: which tokens the files next to tokenizer.json add."""
+    is_completed: bool = False
+    """Whether `document` differs from the content of the file."""
 
     @property
     def is_bpe(self) -> bool:
@@ -42,10 +59,10 @@ class TokenizerJson:
 
 
 def read_tokenizer_json(path: Path) -> TokenizerJson:
-    """Read a tokenizer.json.
+    """Read a tokenizer.json, and complete it with the tokens of the files next to it.
 
     Raises:
-        ValueError: the file is damaged or has a different format.
+        ValueError: a file is damaged or has a different format, or the files contradict each other.
     """
     expected = "a Hugging Face tokenizer.json"
     source = f"--tokenizer-model {path}"
@@ -73,8 +90,24 @@ def read_tokenizer_json(path: Path) -> TokenizerJson:
             f"{source}: each entry of added_tokens must be an object with an id and a content.\n"
             "  The file is damaged: copy it again."
         )
-    ids = check_ids(f"{source}, added_tokens", vocab | {token["content"]: token.get("id") for token in added})
-    return TokenizerJson(path, document, model, ids, tuple(added))
+    check_ids(f"{source}, added_tokens", vocab | {token["content"]: token.get("id") for token in added})
+    completed = complete_added_tokens(path, added, vocab, read_companion_tokens(path))
+    if completed.is_changed:
+        document = {**document, "added_tokens": list(completed.entries)}
+    ids = vocab | {token["content"]: token["id"] for token in completed.entries}
+    return TokenizerJson(
+        path, document, model, ids, completed.entries, completed.marked_ids, completed.notes, is_completed=completed.is_changed
+    )
+
+
+def read_completed_json(path: Path) -> str:
+    """Return the text of a tokenizer.json, completed with the tokens of the files next to it, for the tokenizers library.
+
+    Raises:
+        ValueError: a file is damaged or has a different format, or the files contradict each other.
+    """
+    file = read_tokenizer_json(path)
+    return json.dumps(file.document, ensure_ascii=False) if file.is_completed else read_text(path, encoding="utf-8-sig")
 
 
 def split_merge(merge: Any) -> list[str]:
@@ -85,10 +118,19 @@ def split_merge(merge: Any) -> list[str]:
     return [str(token) for token in merge] if isinstance(merge, list) else []
 
 
+def splits_into_bytes(file: TokenizerJson) -> bool:
+    """Return whether the tokenizer is byte-level: its pre-tokenizer ends with the step ByteLevel."""
+    return _get_types(_list_steps(file.document.get("pre_tokenizer"), "pretokenizers"))[-1] == "ByteLevel"
+
+
 def covers_all_bytes(file: TokenizerJson) -> bool:
     """Return whether the tokenizer splits texts into bytes and has a token for every byte, so that it can encode any text."""
-    types = _get_types(_list_steps(file.document.get("pre_tokenizer"), "pretokenizers"))
-    return types[-1] == "ByteLevel" and build_byte_chars().keys() <= file.model["vocab"].keys()
+    return splits_into_bytes(file) and build_byte_chars().keys() <= file.model["vocab"].keys()
+
+
+def get_special_ids(file: TokenizerJson) -> set[int]:
+    """Return the ids of the special added tokens, except those that are ordinary tokens in tokenizer.json itself."""
+    return {token["id"] for token in file.added if token.get("special")} - file.marked_ids
 
 
 def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> ByteVocabulary:
@@ -116,7 +158,7 @@ def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> By
                 "the slower tokenizers library is used instead"
             )
     uses_nfc = _check_uses_nfc(file.document.get("normalizer"))
-    special_ids = {special_tokens.eod} | {token["id"] for token in file.added if token.get("special")}
+    special_ids = {special_tokens.eod} | get_special_ids(file)
 
     byte_of_char = build_byte_chars()
     ordinary_ids = {token: id for token, id in model["vocab"].items() if id not in special_ids}
@@ -151,7 +193,7 @@ def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> By
         eod=special_tokens.eod,
         bos=special_tokens.bos,
         pad=special_tokens.pad,
-        added=_collect_added_tokens(file, special_ids, uses_nfc),
+        added=_collect_added_tokens(file, special_ids | file.marked_ids, uses_nfc),
         uses_nfc=uses_nfc,
     )
 
@@ -260,7 +302,6 @@ def _collect_added_tokens(file: TokenizerJson, special_ids: set[int], uses_nfc: 
     return added_tokens
 
 
-_NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _ID_FILES = ("generation_config.json", "config.json")
 _COMMON_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
@@ -277,10 +318,10 @@ class SpecialIds(NamedTuple):
 def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
     """Read the ids of the special tokens from the files next to tokenizer.json.
 
-    The files are read in this order: tokenizer_config.json and special_tokens_map.json, which contain names; generation_config.json
-    and config.json, which contain ids (of a list of ids, the first counts). The end-of-document token is the eos token. If no file
-    defines eos and the vocabulary contains exactly one of ``<|endoftext|>``, ``<|end_of_text|>`` and ``</s>``, this token is the
-    end-of-document token.
+    The files are read in this order: special_tokens_map.json and tokenizer_config.json, which contain names (tokenizer_config.json
+    first if it has `added_tokens_decoder`, as in transformers); generation_config.json and config.json, which contain ids (of a
+    list of ids, the first counts). The end-of-document token is the eos token. If no file defines eos and the vocabulary contains
+    exactly one of ``<|endoftext|>``, ``<|end_of_text|>`` and ``</s>``, this token is the end-of-document token.
 
     Args:
         path: path of tokenizer.json.
@@ -293,11 +334,12 @@ def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
     if eod is None:
         candidates = [name for name in _COMMON_EOD_TOKENS if name in ids]
         if len(candidates) != 1:
+            files = ", ".join((TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, *_ID_FILES))
             raise ValueError(
-                f"--tokenizer-model {path}: no file defines the token that ends a document. None of "
-                f"{', '.join(_NAME_FILES + _ID_FILES)} next to it has eos_token or eos_token_id. Instead, the vocabulary must "
-                f"contain exactly one of {', '.join(_COMMON_EOD_TOKENS)}, but contains {' and '.join(candidates) or 'none'}.\n"
-                f'  Write {path.parent / _NAME_FILES[0]} with {{"eos_token": "..."}}.'
+                f"--tokenizer-model {path}: no file defines the token that ends a document. None of {files} next to it has "
+                f"eos_token or eos_token_id. Instead, the vocabulary must contain exactly one of {', '.join(_COMMON_EOD_TOKENS)}, "
+                f"but contains {' and '.join(candidates) or 'none'}.\n"
+                f'  Write {path.parent / TOKENIZER_CONFIG} with {{"eos_token": "..."}}.'
             )
         eod = ids[candidates[0]]
     return SpecialIds(eod, _find_special_id("bos", path, ids), _find_special_id("pad", path, ids))
@@ -305,13 +347,13 @@ def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
 
 def _find_special_id(role: str, path: Path, ids: Mapping[str, int]) -> int | None:
     """Return the id of the special token `role` ("eos", "bos" or "pad"); None if no file defines it."""
-    for name in _NAME_FILES + _ID_FILES:
+    name_files = list_name_files(path.parent)
+    for name in name_files + _ID_FILES:
         file = path.parent / name
         content = read_json(file, str(file), "a JSON object") if file.is_file() else None
-        value = content.get(f"{role}_token" if name in _NAME_FILES else f"{role}_token_id") if isinstance(content, dict) else None
-        if isinstance(value, dict):  # a complete entry of an added token
-            value = value.get("content")
-        elif isinstance(value, list):
+        value = content.get(f"{role}_token" if name in name_files else f"{role}_token_id") if isinstance(content, dict) else None
+        value = get_token_content(value)
+        if isinstance(value, list):
             value = value[0] if value else None
         if value is None:
             continue

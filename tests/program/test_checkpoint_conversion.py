@@ -21,6 +21,7 @@ from megatron.data.indexed_writer import write_dataset
 from megatron.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron_lab.checkpoints.model_card import strip_folders
 from megatron_lab.commands.checkpoint import main
+from megatron_lab.commands.evaluate import main as evaluate
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.foreign.open_source import open_source
 from megatron_lab.foreign.source import StoredCheckpoint
@@ -202,6 +203,56 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_told_and_stops_verify(
     )
     assert tool("export", huggingface, tmp_path / "verified", "--verify") == 1
     assert "gives other token ids in transformers" in capsys.readouterr().err and not (tmp_path / "verified").exists()
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    """A model whose tokenizer has an added special token that its embedding has no row for, as Gemma 3 has."""
+    pytest.importorskip("transformers")
+    saved("llama", tmp_path / "short", vocab_size=348)
+    document = tokenizer_json(BPE, "gpt2")
+    document["added_tokens"].append({**document["added_tokens"][0], "content": "<image>", "id": 348})
+    write_json(tmp_path / "short", document)
+    write_json(tmp_path / "short", {"eos_token": "<|endoftext|>"}, "tokenizer_config.json")
+    return tmp_path / "short"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((), {}),
+        (("--no-tokenizer",), {"tokenizer_model": "short"}),
+        (("--no-tokenizer",), {"tokenizer_model": "short", "vocab_size": 348}),
+    ],
+)
+def test_a_special_token_without_a_row(
+    short: Path, tmp_path: Path, capsys: Texts, flags: tuple[str, ...], told: dict[str, Any]
+) -> None:
+    """Import, training, evaluation and export take the model and name the token. The rows are those of the checkpoint."""
+    note = "the tokenizer has 349 ids, the word embedding 348 rows: no row for <image> (348)"
+    assert tool("import", short, tmp_path / "base", "--verify", *flags) == 0
+    assert (note in capsys.readouterr().out) == (not flags)
+    model = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "tokenizer_type", "vocab_size"))
+    if told:
+        told = {**told, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": short}
+    start = {"use_checkpoint_args": True, "pretrained_checkpoint": tmp_path / "base", "seq_length": 16, "save": tmp_path / "run"}
+    log = run(arguments(**{**QUIET, **model, **start, **told}))
+    assert note in log and "vocabulary 348" in log
+    assert tool("export", tmp_path / "run", tmp_path / "out", "--verify") == 0
+    assert note in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 348
+    assert evaluate(["--load", str(tmp_path / "out"), "--files", str(Path(__file__))]) == 0
+    assert note in capsys.readouterr().err
+    with write_dataset(str(tmp_path / "bad"), np.uint16) as writer:
+        writer.add_documents(np.array([1, 2, 3, 348], np.uint16), [2, 2])
+    assert evaluate(["--load", str(tmp_path / "out"), "--files", str(tmp_path / "bad")]) == 1
+    assert "bad: text 1 (the first is 0) has the token id 348" in capsys.readouterr().err
+
+
+def test_an_ordinary_token_without_a_row_is_of_another_model(short: Path, tmp_path: Path, capsys: Texts) -> None:
+    write_json(short, {"<more>": 349}, "added_tokens.json")
+    assert tool("import", short, tmp_path / "base") == 1
+    assert "the tokenizer has 350 ids, but" in (text := capsys.readouterr().err) and "belongs to another model" in text
 
 
 @pytest.mark.parametrize(

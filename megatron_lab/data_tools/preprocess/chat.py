@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.optional_packages import import_optional
-from megatron.config.regular_file import read_regular, read_text
+from megatron.config.regular_file import read_text
 from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import IN_LOSS
 from megatron_lab.data_tools.preprocess.chat_answers import ChatDocument, remove_marks, split_into_documents
@@ -28,7 +28,7 @@ from megatron_lab.data_tools.preprocess.chat_rendering import ANSWER_END, ANSWER
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
 from megatron_lab.data_tools.preprocess.text_records import check_encodable
 from megatron_lab.tokenizers.bpe_rules import read_json
-from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
+from megatron_lab.tokenizers.tokenizer_json import read_completed_json, read_tokenizer_json
 
 NAMED_TEMPLATES = {
     "chatml": (
@@ -154,8 +154,9 @@ class ChatEncoder:
     def __init__(self, template: ChatTemplate, tokenizer: Path) -> None:
         self._renderer = ChatRenderer(template.text, template.tools_text, template.origin, template.special_tokens, template.date)
         library = import_optional("tokenizers", "--chat-template needs the tokenizers library")
+        tokenizer_json = read_completed_json(tokenizer)
         try:
-            self._tokenizer = library.Tokenizer.from_buffer(read_regular(tokenizer))
+            self._tokenizer = library.Tokenizer.from_str(tokenizer_json)
         except Exception as error:  # the library raises `Exception` itself
             raise ValueError(
                 f"--tokenizer-model {tokenizer}: the tokenizers library cannot read this file: {error}.\n"

@@ -163,8 +163,8 @@ class ChatReader:
         Args:
             values: value of each key; None for a key that the record does not have.
             keys: keys of the record.
-            is_table: whether the record is a row of a parquet or Arrow file. Its objects have the fields of the objects of all rows, so null
-                values in them mean that the field is absent.
+            is_table: whether the record is a row of a parquet or Arrow file. Its objects have the fields of the objects of all
+                rows, so null values in them mean that the field is absent.
 
         Raises:
             BadRecordError: the record is not a conversation.

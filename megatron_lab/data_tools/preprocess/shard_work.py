@@ -107,6 +107,17 @@ def compute_file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
     return tuple((name, compute_digest(path)) for name, path in paths if path is not None and Path(path).exists())
 
 
+def get_document_end(job: PreprocessJob, tokenizer: Tokenizer) -> NDArray[np.integer]:
+    """Return the ids that follow the text of each document. A chat template writes the end of a conversation itself, except the
+    end-of-document id of --append-eod."""
+    if job.chat is not None:
+        ids = [tokenizer.eod] if job.append_eod else []
+    else:
+        ids = tokenizer.get_document_end(append_eod=job.append_eod)
+    # The smallest type that holds the ids, so that `concatenate` keeps the type of the other ids.
+    return np.array(ids, np.min_scalar_type(max(ids, default=0)))
+
+
 def get_job_settings(job: PreprocessJob) -> dict[str, object]:
     """Return the settings that affect the output of a shard. If they change, finished shards cannot be reused.
 
@@ -127,7 +138,9 @@ def get_job_settings(job: PreprocessJob) -> dict[str, object]:
         **{
             name.replace("_", " "): digests.get(name, getattr(job.tokenizer, name))
             for name in get_tokenizer_settings(tokenizer_type)
+            if name != "add_bos"
         },
+        **_get_frame_settings(job, tokenizer),
         "number of token ids": tokenizer.vocab_size,
         "eod id": tokenizer.eod,
         "token type": np.dtype(dtype).name,
@@ -147,6 +160,17 @@ def _get_chat_settings(job: PreprocessJob, chat: ChatTemplate) -> dict[str, obje
         **({} if chat.tools_text is None else {"chat template for tools": chat.tools_text}),
         **({} if job.chat_keys is None else {"keys of prompt and answer": list(job.chat_keys)}),
     }
+
+
+def _get_frame_settings(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, object]:
+    """Return the settings about the ids before and after each text, as far as they differ from those of the tokenizer type: no ids,
+    except bos of Llama2Tokenizer. A chat template writes these ids itself."""
+    usual = (tokenizer.bos,) if job.tokenizer.tokenizer_type == "Llama2Tokenizer" else ()
+    prefix, suffix = tokenizer.prefix_ids, tokenizer.suffix_ids
+    if job.chat is not None:
+        return {}
+    settings: dict[str, object] = {} if prefix == usual else {"ids before a text": list(prefix)}
+    return settings | ({"ids after a text": list(suffix)} if suffix else {})
 
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
@@ -272,8 +296,7 @@ class _ShardBuilder:
     ) -> None:
         self._job, self._shard, self._writers, self._on_progress = job, shard, writers, on_progress
         self._tokenizer, _ = get_tokenizer(job)
-        # The smallest type that holds the id, so that `concatenate` keeps the type of the other ids.
-        self._eod = np.array([self._tokenizer.eod], np.min_scalar_type(self._tokenizer.eod))
+        self._end = get_document_end(job, self._tokenizer)
         self._token_writers = writers[: len(job.keys)]
         self._tokens: list[list[NDArray[np.integer]]] = [[] for _ in writers]
         self._lengths: list[list[int]] = [[] for _ in writers]
@@ -361,9 +384,9 @@ class _ShardBuilder:
         """
         job = self._job
         for key, ids in zip(job.keys, encoded, strict=False):
-            if len(ids) + job.append_eod > MAX_DOCUMENT_TOKENS:
+            if len(ids) + len(self._end) > MAX_DOCUMENT_TOKENS:
                 raise BadRecordError(
-                    f"the text of key {key!r} has {len(ids) + job.append_eod:,} tokens, but an indexed dataset supports at most "
+                    f"the text of key {key!r} has {len(ids) + len(self._end):,} tokens, but an indexed dataset supports at most "
                     f"{MAX_DOCUMENT_TOKENS:,} per document: split the document"
                 )
         self._report.num_empty += first * sum(not len(ids) for ids in encoded[: len(job.keys)])
@@ -372,14 +395,14 @@ class _ShardBuilder:
                 continue
             arrays = [ids]
             if dataset_index < len(job.keys):
-                arrays += [self._eod] if job.append_eod else []
+                arrays += [self._end] if len(self._end) else []
             else:
                 # The eod token gets the mark of the last token: after a final answer the model learns to stop.
                 arrays += [ids[-1:].copy()] if job.append_eod else []
                 self._report.num_learned += sum(int(marks.sum()) for marks in arrays)
                 arrays[-1][-1] |= DOCUMENT_END
             tokens += arrays
-            lengths.append(len(ids) + job.append_eod)
+            lengths.append(len(ids) + len(self._end))
             self._num_buffered += len(ids)
         if self._num_buffered > _MAX_BUFFERED_TOKENS or len(self._lengths[0]) > _MAX_BUFFERED_DOCUMENTS:
             self._write()

@@ -1312,6 +1312,7 @@ IDLE = """
 --tiktoken-pattern v1
 --tiktoken-num-special-tokens 3
 --tiktoken-special-tokens a
+--add-bos
 --data-cache-path c
 --hf-subset x
 --hf-revision x

@@ -120,7 +120,8 @@ def test_documents_have_the_librarys_ids(library: dict[str, tuple[Any, HuggingFa
     documents = [path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
     documents += [TEXT, TEXT.upper(), "a <think>er <think> <|endoftext|> <|begin|>", "", " ", "\n" * 50]
     for document in documents:
-        assert ours.encode(document) == theirs.encode(document, add_special_tokens=False).ids
+        assert ours.encode_segment(document).tolist() == theirs.encode(document, add_special_tokens=False).ids
+        assert not document or ours.encode(document) == theirs.encode(document).ids
     assert isinstance(ours.backend, ByteBPETokenizer)
     assert ours.vocab_size == theirs.get_vocab_size()
     assert ours.eod == theirs.token_to_id("<|endoftext|>")
@@ -137,4 +138,4 @@ def is_old(character: str) -> bool:
 def test_any_text_has_the_librarys_ids(library: dict[str, tuple[Any, HuggingFaceTokenizer]], style: Style, text: str) -> None:
     theirs, ours = library[style]
     text = "".join(filter(is_old, text))
-    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+    assert ours.encode_segment(text).tolist() == theirs.encode(text, add_special_tokens=False).ids

@@ -19,7 +19,7 @@ from tests.support.vocabularies import BPE, TEXT, tokenizer_json, write_json
     [
         ({}, "<|endoftext|>", None, None),
         ({"tokenizer_config.json": {"eos_token": "<end>", "bos_token": "<|endoftext|>"}}, "<end>", "<|endoftext|>", None),
-        ({"tokenizer_config.json": {"eos_token": {"content": "<end>"}, "pad_token": "no such token"}}, "<end>", None, None),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<end>"}, "pad_token": None}}, "<end>", None, None),
         ({"special_tokens_map.json": {"eos_token": "<end>", "pad_token": "<pad>"}}, "<end>", None, "<pad>"),
         ({"tokenizer_config.json": {"bos_token": None}, "config.json": {"eos_token_id": 2000}}, "<end>", None, None),
         ({"tokenizer_config.json": {"eos_token": "<end>"}, "config.json": {"eos_token_id": 2001}}, "<end>", None, None),
@@ -47,12 +47,12 @@ def test_an_end_that_is_not_named_or_not_there(tmp_path: Path) -> None:
     path = write_json(tmp_path, document)
     with pytest.raises(ValueError, match=r"but contains <\|endoftext\|> and </s>\.\n.*eos_token"):
         HuggingFaceTokenizer(path)
-    write_json(tmp_path, {"eos_token": "<other>"}, "tokenizer_config.json")
-    with pytest.raises(ValueError, match="tokenizer_config.json says that '<other>' ends a document, but .* no such token"):
+    write_json(tmp_path, {"eos_token_id": 2001}, "config.json")
+    with pytest.raises(ValueError, match="config.json says that 2001 ends a document, but .* no such token"):
         HuggingFaceTokenizer(path)
     document["added_tokens"] = []
     document["model"]["vocab"].pop("<|endoftext|>", None)
-    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match="exactly one of .*, but contains none"):
         HuggingFaceTokenizer(write_json(tmp_path, document))
 
