@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="for the model card: the Hub's identifier of a licence, such as apache-2.0 (a field to be filled in)",
     )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="the chat template (jinja), or the built-in one chatml, with which the model was trained, instead of the tokenizer's",
+    )
     add_tokenizer_arguments(parser)
 
 
@@ -88,6 +93,9 @@ def run(args: argparse.Namespace) -> int:
     requested = {"family": args.family, "dtype": args.dtype, "max-shard-size": args.max_shard_size, "license": args.license}
     if args.format == "onnx" and (unused := [name for name, value in requested.items() if value is not None]):
         raise ValueError(f"--{unused[0]} has no effect with --format onnx, which writes one file in float32. Remove the flag")
+    if args.chat_template is not None and (args.format == "peft" or args.no_tokenizer):
+        condition = "--format peft" if args.format == "peft" else "--no-tokenizer"
+        raise ValueError(f"--chat-template has no effect with {condition}, which writes no tokenizer. Remove one of the flags")
     unused = [name for name in ("max-shard-size", "license") if requested[name] is not None]
     if args.format == "peft" and (unused or args.verify):
         raise ValueError(
@@ -99,11 +107,13 @@ def run(args: argparse.Namespace) -> int:
         )
     import torch
 
-    from megatron.data.tokenizer import build_tokenizer
+    from megatron.data.tokenizer import build_tokenizer, require_tokenizer_json
     from megatron_lab.checkpoints.export_result import Export
-    from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
+    from megatron_lab.checkpoints.generation_settings import NO_TOKENS, find_special_tokens
+    from megatron_lab.checkpoints.huggingface_writer import export
     from megatron_lab.checkpoints.model_card import UNKNOWN, TrainingSummary, build_model_card, format_next_steps
     from megatron_lab.data_tools.huggingface_tokenizer import has_qwen2_pattern, write_huggingface_tokenizer
+    from megatron_lab.data_tools.preprocess.chat import ChatTemplate
     from megatron_lab.foreign.huggingface.families import select_family
     from megatron_lab.foreign.inference_source import build_inference_source
     from megatron_lab.foreign.mup_folding import fold_mup_scaling
@@ -114,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         return _export_adapters(checkpoint, args)
     source = checkpoint if args.format == "onnx" else fold_mup_scaling(build_inference_source(checkpoint))
     tokenizer = select_tokenizer(args, source)
-    tokens = SpecialTokens()
+    tokens, token_notes, template_text = NO_TOKENS, list[str](), None
     if tokenizer is not None:
         built_tokenizer = build_tokenizer(tokenizer)
         if built_tokenizer.vocab_size > source.vocab_size:
@@ -122,14 +132,20 @@ def run(args: argparse.Namespace) -> int:
                 f"the tokenizer has {built_tokenizer.vocab_size:,} ids, but {source.name} only {source.vocab_size:,} rows in its "
                 "embedding: the tokenizer belongs to another model. Choose the tokenizer of this model, or set --no-tokenizer"
             )
-        tokens = SpecialTokens(bos=built_tokenizer.bos, eos=built_tokenizer.eod, pad=built_tokenizer.pad)
+        tokens, token_notes = find_special_tokens(tokenizer, source.vocab_size, chat_template=args.chat_template)
+        if args.chat_template is not None:
+            tokenizer_file = require_tokenizer_json(tokenizer.tokenizer_model, str(tokenizer.tokenizer_type))
+            template_text = ChatTemplate.load(tokenizer_file, args.chat_template, None).text
 
     def write_tokenizer(folder: Path) -> list[str]:
         if tokenizer is None:
             return ["no tokenizer was written"]
-        messages = write_huggingface_tokenizer(tokenizer, folder, max_length=source.model.num_positions)
+        messages = write_huggingface_tokenizer(
+            tokenizer, folder, max_length=source.model.num_positions, chat_template=template_text
+        )
         if args.format == "onnx":
             return messages
+        messages += token_notes
         if select_family(source.model, args.family).model_type == "qwen2" and not has_qwen2_pattern(folder):
             messages.append(
                 "transformers 5 takes every tokenizer of a qwen2 model for Qwen's own, which splits texts otherwise than this one: "
@@ -168,11 +184,26 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {result.folder}: {result.num_parameters:,} parameters in {result.dtype} ({format_bytes(result.num_bytes)}) as "
         f"{result.family}; at most {format_bytes(result.max_memory_bytes)} of weights in memory at a time"
     )
-    for note in result.notes:
+    for note in (*result.notes, *_describe_precision(checkpoint, result.dtype)):
         print(f"note: {note}")
     print(result.verification or "not compared with transformers (--verify compares)")
     print("\n".join(format_next_steps(result.folder, has_tokenizer=(result.folder / "tokenizer_config.json").exists())))
     return 0
+
+
+def _describe_precision(checkpoint: WeightSource, dtype: str) -> Iterator[str]:
+    """Yield a note if a run computed in 16 bits, but its float32 main parameters are written."""
+    from megatron_lab.foreign.source import StoredCheckpoint
+
+    if not isinstance(checkpoint, StoredCheckpoint) or dtype != "float32":
+        return
+    precision = checkpoint.settings.precision
+    if precision.bf16 or precision.fp16:
+        trained_dtype = "bfloat16" if precision.bf16 else "float16"
+        yield (
+            f"the weights are the float32 main parameters of a run that computed in {trained_dtype}; --dtype {trained_dtype} writes "
+            "the weights with which it computed"
+        )
 
 
 def _export_onnx(source: WeightSource, args: argparse.Namespace, write_tokenizer: Callable[[Path], list[str]]) -> int:

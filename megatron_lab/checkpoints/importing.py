@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from megatron_lab.foreign.source import TensorInfo, WeightSource
 
 _TOKENIZER = "tokenizer"
-_TOKENIZER_COMPANIONS = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "config.json"),
-    *("chat_template.jinja", "chat_template.json"),
-)
-"""Files next to a tokenizer.json that belong to it, or that define its special tokens."""
+_TOKEN_ID_FILES = ("generation_config.json", "config.json")
+"""Files next to a tokenizer that contain the ids of its special tokens. The first also contains settings for generation, which an
+export writes again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +211,11 @@ def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, 
 
 
 def _copy_tokenizer(tokenizer: DataConfig, folder: Path) -> DataConfig:
-    """Copy the files of a tokenizer into a folder, and return the tokenizer's settings with the new paths."""
+    """Copy the files of a tokenizer, and the files that belong to it, into a folder. Return the tokenizer's settings with the new
+    paths."""
+    from megatron_lab.data_tools.huggingface_tokenizer import EXTRA_FILES
+    from megatron_lab.tokenizers.template_files import TEMPLATE_FOLDER
+
     paths = {name: Path(getattr(tokenizer, name)) for name in TOKENIZER_FILE_SETTINGS if getattr(tokenizer, name) is not None}
     if paths:
         folder.mkdir(parents=True)
@@ -221,9 +223,11 @@ def _copy_tokenizer(tokenizer: DataConfig, folder: Path) -> DataConfig:
         if file.is_dir():
             file = paths[name] = file / "tokenizer.json"
         shutil.copyfile(file, folder / file.name)
-        if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
-            for companion in _TOKENIZER_COMPANIONS:
-                if (file.parent / companion).is_file():
-                    shutil.copyfile(file.parent / companion, folder / companion)
+        companions = EXTRA_FILES if tokenizer.tokenizer_type == "HuggingFaceTokenizer" else ()
+        for companion in (*companions, *_TOKEN_ID_FILES):
+            if (file.parent / companion).is_file():
+                shutil.copyfile(file.parent / companion, folder / companion)
+        if companions and (file.parent / TEMPLATE_FOLDER).is_dir():
+            shutil.copytree(file.parent / TEMPLATE_FOLDER, folder / TEMPLATE_FOLDER)
     copied_paths: dict[str, Any] = {name: os.path.realpath(folder / file.name) for name, file in paths.items()}
     return dataclasses.replace(tokenizer, **copied_paths)
