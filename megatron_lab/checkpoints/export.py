@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {result.folder}: {result.num_parameters:,} parameters in {result.dtype} ({format_bytes(result.num_bytes)}) as "
         f"{result.family}; at most {format_bytes(result.max_memory_bytes)} of weights in memory at a time"
     )
-    for note in (*result.notes, *_describe_precision(checkpoint, result.dtype)):
+    for note in (*result.notes, *(() if args.ema else _describe_precision(checkpoint, result.dtype))):
         print(f"note: {note}")
     print(result.verification or "not compared with transformers (--verify compares)")
     print("\n".join(format_next_steps(result.folder, has_tokenizer=(result.folder / "tokenizer_config.json").exists())))
@@ -201,8 +201,8 @@ def _describe_precision(checkpoint: WeightSource, dtype: str) -> Iterator[str]:
     if precision.bf16 or precision.fp16:
         trained_dtype = "bfloat16" if precision.bf16 else "float16"
         yield (
-            f"the weights are the float32 main parameters of a run that computed in {trained_dtype}; --dtype {trained_dtype} writes "
-            "the weights with which it computed"
+            f"the weights are the float32 main parameters of a run that computed in {trained_dtype}; --dtype {trained_dtype} "
+            "writes the weights with which it computed"
         )
 
 
