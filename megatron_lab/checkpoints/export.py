@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from megatron_lab.checkpoints.text import format_bytes, parse_step
 from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_lab.foreign.source import WeightSource
 
 FAMILIES = (
@@ -73,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare logits, and ids of texts, with transformers, and write nothing if they differ (logits by more than 1e-4)",
+        help="compare logits, and ids of texts, with transformers (and PEFT), and write nothing if they differ (logits by more "
+        "than 1e-4)",
     )
     parser.add_argument(
         "--license",
@@ -97,10 +101,8 @@ def run(args: argparse.Namespace) -> int:
         condition = "--format peft" if args.format == "peft" else "--no-tokenizer"
         raise ValueError(f"--chat-template has no effect with {condition}, which writes no tokenizer. Remove one of the flags")
     unused = [name for name in ("max-shard-size", "license") if requested[name] is not None]
-    if args.format == "peft" and (unused or args.verify):
-        raise ValueError(
-            f"--{unused[0] if unused else 'verify'} has no effect with --format peft, which writes adapters. Remove the flag"
-        )
+    if args.format == "peft" and unused:
+        raise ValueError(f"--{unused[0]} has no effect with --format peft, which writes adapters. Remove the flag")
     if args.format != "peft" and args.peft_base is not None:
         raise ValueError(
             f"--peft-base {args.peft_base} has an effect only with --format peft. Remove the flag, or add --format peft"
@@ -234,14 +236,103 @@ def _export_adapters(source: WeightSource, args: argparse.Namespace) -> int:
     from megatron_lab.checkpoints.peft_writer import export_adapters
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    result = export_adapters(source, args.output, base=args.peft_base, family=args.family, dtype=dtype)
+    family = args.family or _find_base_family(args.peft_base, source)
+
+    def verify(folder: Path) -> str:
+        return _verify_adapters(source, folder, args.peft_base, family, dtype)
+
+    result = export_adapters(
+        source, args.output, base=args.peft_base, family=family, dtype=dtype, check=verify if args.verify else None
+    )
     print(
         f"wrote {result.folder}: adapters of {result.num_parameters:,} parameters for a {result.family} model, next to "
         f"{', '.join(result.targets)}"
     )
+    print(result.verification or "not compared with transformers (--verify compares)")
     base = args.peft_base or "BASE"
     print(f'open it with peft: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{result.folder}")')
     return 0
+
+
+def _find_base_family(peft_base: str | None, source: WeightSource) -> str | None:
+    """Return the architecture of the model to which adapters belong, because the names of its modules depend on it: that of the
+    folder --peft-base, or else of the model that was imported, whose config.json lies next to the tokenizer. None if unknown.
+
+    Raises:
+        ValueError: the folder --peft-base has an architecture that cannot express the model of the adapters.
+    """
+    from megatron_lab.foreign.adapters import remove_lora_settings
+    from megatron_lab.foreign.huggingface.families import FAMILIES
+    from megatron_lab.foreign.huggingface.fields import CONFIG
+    from megatron_lab.tokenizers.bpe_rules import read_json
+
+    tokenizer_model = None if source.tokenizer is None else source.tokenizer.tokenizer_model
+    folders = [Path(peft_base)] if peft_base is not None else []
+    folders += [Path(tokenizer_model).parent] if tokenizer_model is not None else []
+    for folder in folders:
+        if not (folder / CONFIG).is_file():
+            continue
+        content = read_json(folder / CONFIG, str(folder / CONFIG), "a JSON object")
+        family = FAMILIES.get(str(content.get("model_type"))) if isinstance(content, dict) else None
+        if family is None:
+            continue
+        model = remove_lora_settings(source.model)
+        if family.supports(model):
+            return family.model_type
+        if str(folder) == peft_base:
+            reasons = "; ".join(family.describe_mismatches(model))
+            raise ValueError(
+                f"--peft-base {peft_base} is a {family.model_type} model, but not that of the adapters: {reasons}. Choose the "
+                "model from which the run with adapters started"
+            )
+    return None
+
+
+def _verify_adapters(
+    source: WeightSource, folder: Path, peft_base: str | None, family: str | None, dtype: torch.dtype | None
+) -> str:
+    """Compare the logits of the model with adapters between this framework and PEFT. Return a sentence for the summary.
+
+    The base model of PEFT is that of --peft-base, if this is a local folder. Otherwise it is the base model in the checkpoint,
+    written to a temporary folder.
+
+    Args:
+        source: model with adapters.
+        folder: PEFT folder.
+        peft_base: value of --peft-base.
+        family: architecture of the base model; None for the first that supports it.
+        dtype: dtype of the adapters in the folder; None for that of the source.
+
+    Raises:
+        CheckpointError: the logits differ.
+    """
+    import torch
+
+    from megatron.checkpoint.errors import CheckpointError
+    from megatron_lab.checkpoints.against_transformers import compare_logits
+    from megatron_lab.checkpoints.huggingface_writer import export
+    from megatron_lab.foreign.adapters import RoundedAdapters, build_base_source, merge_adapters
+
+    merged = merge_adapters(source if dtype is None else RoundedAdapters(source, dtype))
+
+    def compare(base: Path) -> str:
+        return compare_logits(merged, base, torch.float64, adapters=folder)
+
+    given_base_error = None
+    if peft_base is not None and Path(peft_base).is_dir():
+        try:
+            return f"{compare(Path(peft_base))} The base model is {peft_base}."
+        except CheckpointError as error:
+            given_base_error = error
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-base-") as base:
+        export(build_base_source(source), Path(base), family=family)
+        message = compare(Path(base))
+    if given_base_error is not None:
+        raise CheckpointError(
+            f"the adapters give the logits of {source.name} on the base model in that checkpoint, but not on --peft-base "
+            f"{peft_base}: its weights are others. Choose the model from which the run with adapters started"
+        ) from given_base_error
+    return message
 
 
 def _parse_bytes(text: str) -> int:

@@ -237,3 +237,28 @@ def test_an_extension_is_exported_with_its_base_and_scaling(tmp_path: Path, caps
     assert config.max_position_embeddings == 256 and config.attention_dropout == 0.125 and config.dtype == torch.bfloat16
     parameters = config.rope_parameters
     assert (parameters["rope_type"], parameters["factor"], parameters["rope_theta"]) == ("yarn", 4.0, 20000)
+
+
+def test_adapters_have_the_names_of_the_base_and_are_compared_with_peft(tmp_path: Path, capsys: Texts) -> None:
+    """Phi-3 has one module for queries, keys and values. Its config.json, next to the tokenizer or in --peft-base, tells."""
+    pytest.importorskip("peft")
+    base = tmp_path / "phi3"
+    saved("phi3", base, vocab_size=400)
+    write_tokenizer(base)
+    assert tool("import", base, tmp_path / "base") == 0
+    train(tmp_path / "base", tmp_path / "run", 32, lora_rank=2, lora_alpha=3.0)
+    capsys.readouterr()
+    for number, flags in enumerate(([], ["--peft-base", base], ["--dtype", "bfloat16", "--peft-base", base])):
+        assert tool("export", tmp_path / "run", tmp_path / f"out{number}", "--format", "peft", "--verify", *flags) == 0
+        told = capsys.readouterr().out
+        assert "a phi3 model, next to mlp.down_proj, mlp.gate_up_proj, self_attn.o_proj, self_attn.qkv_proj" in told
+        assert "and PEFT" in told and (f"The base model is {base}" in told) == bool(flags)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out0", "out1", "out2", "phi3", "run"]
+
+    saved("phi3", tmp_path / "other", vocab_size=400, initializer_range=0.3)
+    saved("gpt2", tmp_path / "gpt2")
+    for name, reason in (("other", "its weights are others"), ("gpt2", "is a gpt2 model, but not that of the adapters")):
+        flags = ["--format", "peft", "--verify", "--peft-base", tmp_path / name]
+        assert tool("export", tmp_path / "run", tmp_path / "no", *flags) == 1
+        assert reason in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
