@@ -26,11 +26,12 @@ from megatron_lab.checkpoints.text import format_bytes
 from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
     from megatron.parallel.tensor_slice import TensorSlice
+    from megatron_lab.checkpoints.added_tokens import NewToken
     from megatron_lab.foreign.source import TensorInfo, WeightSource
 
 _TOKENIZER = "tokenizer"
@@ -63,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare logits with transformers first, and write nothing if they differ by more than 1e-4",
     )
+    parser.add_argument(
+        "--add-tokens",
+        type=Path,
+        metavar="FILE",
+        help="add these tokens to the tokenizer (one per line, or a JSON list), with rows that are the mean of the others",
+    )
     add_tokenizer_arguments(parser)
 
 
@@ -75,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder. Choose another name, or remove it")
     source, tokenizer = _open_source_and_tokenizer(args)
+    new_tokens = _read_new_tokens(args, source, tokenizer)
     verification = "not compared with transformers (--verify does, of a Hugging Face folder)"
     if args.verify:
         if not isinstance(source, HuggingFaceFolder):
@@ -86,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         verification = compare_logits(source, source.folder, torch.float64)
     try:
         data = DataConfig() if tokenizer is None else _copy_tokenizer(tokenizer, output / _TOKENIZER)
+        if new_tokens:
+            source, data = _add_tokens(source, data, new_tokens)
         content = _build_content(source, data, weights_only=args.weights_only)
         record = run_record(content.settings, sys.argv[1:])
         path = write_checkpoint(
@@ -208,6 +218,57 @@ def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, 
         f"the embedding has {source.vocab_size:,} rows, the tokenizer {num_ids:,} ids: all rows are kept (--vocab-size)"
     )
     return source, dataclasses.replace(tokenizer, vocab_size=source.vocab_size)
+
+
+def _read_new_tokens(args: argparse.Namespace, source: WeightSource, tokenizer: DataConfig | None) -> list[NewToken]:
+    """Return the tokens of --add-tokens; an empty list without the flag.
+
+    Raises:
+        ValueError: the file is not valid, the tokenizer cannot be extended, or the source has optimizer state for its rows.
+    """
+    if args.add_tokens is None:
+        return []
+    from megatron_lab.checkpoints.added_tokens import read_new_tokens
+    from megatron_lab.foreign.megatron_source import MegatronSource
+
+    if tokenizer is None:
+        raise ValueError("--add-tokens extends the tokenizer, but --no-tokenizer leaves it out. Remove one of the flags")
+    if tokenizer.tokenizer_type != "HuggingFaceTokenizer":
+        raise ValueError(
+            f"--add-tokens extends the tokenizer.json of a HuggingFaceTokenizer, but the tokenizer of {source.name} is a "
+            f"{tokenizer.tokenizer_type}. Remove the flag, or set --tokenizer-type HuggingFaceTokenizer and --tokenizer-model"
+        )
+    if isinstance(source, MegatronSource) and not args.weights_only and source.saved_run is not None:
+        raise ValueError(
+            "--add-tokens needs --weights-only here: the optimizer state of the run has no rows for new tokens. Add --weights-only"
+        )
+    return read_new_tokens(args.add_tokens)
+
+
+def _add_tokens(source: WeightSource, data: DataConfig, tokens: Sequence[NewToken]) -> tuple[WeightSource, DataConfig]:
+    """Add tokens to the copied tokenizer, and rows for them to the weights. Return both, with notes for the user in the source."""
+    from megatron_lab.checkpoints.added_tokens import ExtendedSource, add_to_tokenizer
+
+    added = add_to_tokenizer(Path(str(data.tokenizer_model)), tokens)
+    num_ids = max(added.ids.values(), default=-1) + 1
+    num_rows = source.vocab_size
+    notes = [
+        f"{name!r} of --add-tokens is left out: the tokenizer has it already, with the id {id}"
+        for name, id in added.existing.items()
+    ]
+    if added.ids:
+        num_old_rows = sum(id < num_rows for id in added.ids.values())
+        notes.append(
+            f"{len(added.ids):,} tokens are added, with the ids {min(added.ids.values())} to {num_ids - 1}: "
+            f"{num_old_rows:,} have a row in the embedding already, which is kept; {max(0, num_ids - num_rows):,} rows are new, "
+            "the mean of the others"
+        )
+    if num_ids > num_rows:
+        source = ExtendedSource(source, num_ids)
+    if num_ids >= num_rows:
+        data = dataclasses.replace(data, vocab_size=None)  # every row has an id
+    source.notes.extend(notes)
+    return source, data
 
 
 def _copy_tokenizer(tokenizer: DataConfig, folder: Path) -> DataConfig:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.config.model import LoraFields
 from megatron.parallel.params import build_global_records
 from megatron_lab.checkpoints.against_transformers import compare_logits
 from megatron_lab.checkpoints.huggingface_writer import export
@@ -25,7 +26,7 @@ from tests.support.layout import model_config
 from tests.support.memory_source import MemorySource
 from tests.support.reference_runs import gpt2_like, llama_like
 
-ALL = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
+ALL = LoraFields().lora_targets
 LLAMA = llama_like(lora_rank=3, lora_scale=1.5, lora_targets=ALL)
 GPT2 = gpt2_like(lora_rank=2, lora_scale=0.5, lora_targets=("attention.qkv", "attention.output"))
 CASES: dict[str, tuple[ReferenceShape, list[str]]] = {
@@ -97,7 +98,7 @@ def test_every_family_gives_the_logits_of_its_adapters(
     else:
         monkeypatch.setitem(sys.modules, "peft", None)
     kind, _ = CASES_OF_FAMILIES[case]
-    saved(case, tmp_path / "base", **({} if case.startswith("gpt2") else {"vocab_size": 131}))
+    saved(case, tmp_path / "base", vocab_size=131)
     source = with_adapters(tmp_path / "base")
     export_adapters(source, tmp_path / "adapters", family=kind)
     merged = merge_adapters(source)
