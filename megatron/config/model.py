@@ -424,8 +424,9 @@ class ShapeFields:
 
     @property
     def num_positions(self) -> int:
-        """Rows of the learned position table: --max-position-embeddings, or its default."""
-        return self.max_position_embeddings or self.seq_length
+        """Rows of the learned position table: --max-position-embeddings, or its default. Without a table, the length of the longest
+        sequence that the model is known for: that of an imported model or, if it is longer, the sequence length."""
+        return max(self.max_position_embeddings or 0, self.seq_length)
 
     @property
     def has_tied_embeddings(self) -> bool:

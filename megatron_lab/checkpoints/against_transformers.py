@@ -4,6 +4,7 @@ is right."""
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optional_packages import import_optional
+from megatron.config.regular_file import parse_json, read_text
 from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.context import make_context
 from megatron.parallel.tensor_slice import TensorSlice
 from megatron.parallel.topology import Topology
+from megatron_lab.checkpoints import peft_writer
 from megatron_lab.checkpoints.finite_values import count_nonfinite, describe_nonfinite_weights
 from megatron_lab.foreign.source import TensorInfo, WeightSource
 from megatron_lab.inference.forward import compute_sequence_logits
@@ -72,7 +76,7 @@ class _RoundedSource:
         return self.source.read(name, tensor_slice).to(self.dtype)
 
 
-def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, seed: int = 0) -> str:
+def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, adapters: Path | None = None, seed: int = 0) -> str:
     """Compare the logits of this framework with those of transformers on random token ids, in float32, in one process on the CPU.
 
     The two models are in memory one after the other: first that of this framework, then that of transformers.
@@ -81,6 +85,7 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
         source: weights for the model of this framework.
         folder: Hugging Face folder for transformers: the folder that was exported from `source`, or the folder that `source` reads.
         dtype: dtype of the weights in the folder, to which those of `source` are rounded before the comparison.
+        adapters: PEFT folder with adapters for the model in `folder`; None for a model without adapters.
         seed: seed of the random token ids.
 
     Returns:
@@ -88,10 +93,9 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
 
     Raises:
         CheckpointError: logits differ by more than `MAX_LOGIT_DIFFERENCE`, both models give logits that are not finite, or
-            transformers reports missing or unexpected tensors.
+            transformers or PEFT reports missing or unexpected tensors.
         ValueError: transformers is not installed, or cannot open the folder.
     """
-    transformers = _import_transformers()
     shape = (_NUM_SEQUENCES, min(_SEQUENCE_LENGTH, source.model.seq_length))
     ids = torch.randint(source.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
     context = make_context(Topology(), 0, torch.device("cpu"))
@@ -99,7 +103,7 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
     logits = compute_sequence_logits(model, context, ids)
     del model
     gc.collect()  # free the reference cycles of the model before transformers needs the memory
-    expected = _compute_transformers_logits(folder, ids)
+    expected, libraries = _compute_transformers_logits(folder, ids, adapters)
     if logits.shape != expected.shape:
         raise CheckpointError(
             f"internal error: {folder}: the logits of transformers have shape {list(expected.shape)}, those of this framework "
@@ -108,15 +112,15 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
     if count_nonfinite(logits) and (num_nonfinite := count_nonfinite(expected)):
         weights = describe_nonfinite_weights(source)
         raise CheckpointError(
-            f"the model itself gives NaN or infinity: {num_nonfinite:,} of {expected.numel():,} logits of transformers "
-            f"{transformers.__version__} on random ids are not finite, nor are those of this framework, and cannot be compared.\n"
+            f"the model itself gives NaN or infinity: {num_nonfinite:,} of {expected.numel():,} logits of {libraries} on random "
+            "ids are not finite, nor are those of this framework, and cannot be compared.\n"
             f"  {weights or f'All weights of {source.name} are finite: they are so large that logits overflow in float32'}\n"
             "  Use another copy of the model, or an earlier checkpoint"
         )
     max_difference = (logits - expected).abs().max().item()
     result = (
-        f"on {shape[0]} x {shape[1]} random ids in float32 differ by at most {max_difference:.1e} from those of transformers "
-        f"{transformers.__version__} (the largest is {expected.abs().max().item():.3g})"
+        f"on {shape[0]} x {shape[1]} random ids in float32 differ by at most {max_difference:.1e} from those of {libraries} "
+        f"(the largest is {expected.abs().max().item():.3g})"
     )
     if not max_difference <= MAX_LOGIT_DIFFERENCE:
         raise CheckpointError(
@@ -134,8 +138,11 @@ def _import_transformers() -> Any:
     return transformers
 
 
-def _compute_transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+def _compute_transformers_logits(folder: Path, ids: torch.Tensor, adapters: Path | None) -> tuple[torch.Tensor, str]:
+    """Return the logits [b, s, v] of the model in a folder, with adapters from a PEFT folder or none, and the libraries that
+    computed them."""
     transformers = _import_transformers()
+    libraries = f"transformers {transformers.__version__}"
     dtype_argument = "torch_dtype" if int(transformers.__version__.split(".")[0]) < 5 else "dtype"
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -143,18 +150,67 @@ def _compute_transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tenso
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ValueError(
-            f"transformers {transformers.__version__} cannot open {folder}: {error}.\n"
-            "  Install another version of transformers, or leave --verify out."
+            f"{libraries} cannot open {folder}: {error}.\n  Install another version of transformers, or leave --verify out."
         ) from error
-    errors = {category: sorted(map(str, names)) for category, names in report.items() if names and category != "error_msgs"}
-    if errors:
-        raise CheckpointError(
-            f"internal error: {folder} does not fit the model in transformers: transformers reports {errors}, so the conversion is "
-            "wrong. Please report this"
-        )
+    _check_report(report, f"{folder} does not fit the model in transformers: transformers")
+    if adapters is not None:
+        model, adapter_library = _add_adapters(model, adapters)
+        libraries += f" and {adapter_library}"
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(ids).logits
-    return logits.float()
+    return logits.float(), libraries
+
+
+def _check_report(report: Mapping[str, Any], subject: str) -> None:
+    """Check that a library has found a value for each tensor of a model, and a place for each tensor of the files.
+
+    Args:
+        report: names of tensors by type of error, from the library.
+        subject: start of the error message, which ends with the library.
+
+    Raises:
+        CheckpointError: the library reports tensors.
+    """
+    errors = {category: sorted(map(str, names)) for category, names in report.items() if names and category != "error_msgs"}
+    if errors:
+        raise CheckpointError(f"internal error: {subject} reports {errors}, so the conversion is wrong. Please report this")
+
+
+def _add_adapters(model: Any, adapters: Path) -> tuple[Any, str]:
+    """Add the LoRA adapters of a PEFT folder to a model of transformers. Return the model, and what added them.
+
+    Without the library PEFT, the adapters are added to the weights by its formula.
+
+    Raises:
+        CheckpointError: the adapters do not fit the model.
+    """
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError:
+        return _merge_adapters(model, adapters), "PEFT's formula (the library peft is not installed)"
+    try:
+        adapted_model = peft.PeftModelForCausalLM(model, peft.PeftConfig.from_pretrained(str(adapters)), "default")
+        result = adapted_model.load_adapter(str(adapters), "default")
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"PEFT {peft.__version__} cannot add the adapters in {adapters} to the model: {error}") from error
+    report = {"missing_keys": [name for name in result.missing_keys if "lora_" in name], "unexpected_keys": result.unexpected_keys}
+    _check_report(report, f"{adapters} does not fit the model: PEFT")
+    return adapted_model, f"PEFT {peft.__version__}"
+
+
+def _merge_adapters(model: Any, adapters: Path) -> Any:
+    """Add alpha / r x B A of each adapter in a PEFT folder to the weight of its module: W + alpha / r x B A."""
+    config = parse_json(read_text(adapters / peft_writer.CONFIG))
+    tensors, modules = load_file(adapters / peft_writer.WEIGHTS), dict(model.named_modules())
+    with torch.no_grad():
+        for name in [name for name in tensors if name.endswith(peft_writer.A_SUFFIX)]:
+            stem = name.removesuffix(peft_writer.A_SUFFIX)
+            a, b = tensors.pop(name), tensors.pop(f"{stem}{peft_writer.B_SUFFIX}")
+            product = config["lora_alpha"] / config["r"] * (b.float() @ a.float())
+            weight = modules[stem.removeprefix(peft_writer.MODEL_PREFIX)].weight
+            weight += product.t() if config["fan_in_fan_out"] else product
+    _check_report({"unexpected_keys": tensors}, f"{adapters} is read without the library peft, which")
+    return model
 
 
 def compare_ids(config: DataConfig, folder: Path) -> str:

@@ -11,7 +11,6 @@ import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from megatron.checkpoint.safetensors_file import TensorEntry, encode_header, spl
 from megatron.checkpoint.storage_url import open_storage
 from megatron.parallel.matmul import get_dtype_name
 from megatron_lab.checkpoints.export_result import Export
+from megatron_lab.checkpoints.generation_settings import NO_TOKENS, SpecialTokens
 from megatron_lab.checkpoints.model_card import UNKNOWN, build_model_card
 from megatron_lab.foreign.huggingface.families import select_family
 from megatron_lab.foreign.huggingface.family import Family
@@ -31,24 +31,10 @@ from megatron_lab.foreign.huggingface.fields import CONFIG, Fields
 from megatron_lab.foreign.huggingface.layout import WeightLayout, convert_to_hf
 from megatron_lab.foreign.huggingface.weight_files import INDEX, SINGLE
 from megatron_lab.foreign.source import WeightSource, find_mismatches
+from megatron_lab.tokenizers.stop_ids import GENERATION_CONFIG
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of the data of one file; the default of transformers."""
-GENERATION_CONFIG = "generation_config.json"
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids of the special tokens for config.json and generation_config.json: beginning of a text, end of a text, padding. None if
-    not known."""
-
-    bos: int | None = None
-    eos: int | None = None
-    pad: int | None = None
-
-    def to_json(self) -> dict[str, int | None]:
-        """Return the ids by the keys that transformers uses in config.json, such as `bos_token_id`."""
-        return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
 
 
 def export(
@@ -58,7 +44,7 @@ def export(
     family: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokens: SpecialTokens = SpecialTokens(),
+    tokens: SpecialTokens = NO_TOKENS,
     extras: Callable[[Path], list[str]] | None = None,
     check: Callable[[Path], str] | None = None,
     card: Callable[[Export, bool], str] | None = None,
@@ -72,7 +58,7 @@ def export(
             model.
         dtype: dtype of the weights, except those that need 32 bits. By default the widest dtype of these weights in the source.
         max_shard_bytes: maximum size of the data in one file.
-        tokens: special token ids for config.json and generation_config.json.
+        tokens: special token ids for config.json and generation_config.json, and sampling settings for the latter.
         extras: function that writes additional files (the tokenizer's) into the folder, and returns notes for the user.
         check: function that verifies the folder before it gets its final name. It raises an error, or returns a sentence for
             README.md.
@@ -107,7 +93,7 @@ def export(
             _convert_tensors(source, layouts, dtype),
         )
         _write_json(temporary / CONFIG, _build_config(selected_family, source, dtype, tokens))
-        _write_json(temporary / GENERATION_CONFIG, {role: id for role, id in tokens.to_json().items() if id is not None})
+        _write_json(temporary / GENERATION_CONFIG, tokens.build_generation_config())
         notes = [*source.notes, *_describe_unsupported(source, selected_family), *(extras(temporary) if extras else [])]
         result = Export(
             folder=folder,
@@ -138,11 +124,12 @@ def export(
 
 
 def _check_tokens(tokens: SpecialTokens, vocab_size: int) -> None:
-    for role, id in tokens.to_json().items():
+    for role in ("bos", "eos", "pad"):
+        id = getattr(tokens, role)
         if id is not None and not 0 <= id < vocab_size:
             raise CheckpointError(
-                f"{role} of the tokenizer is {id}, but the vocabulary of the model has {vocab_size} token ids: the tokenizer "
-                "belongs to another model. Choose the model's tokenizer, or set --no-tokenizer"
+                f"{role}_token_id of the tokenizer is {id}, but the vocabulary of the model has {vocab_size} token ids: the "
+                "tokenizer belongs to another model. Choose the model's tokenizer, or set --no-tokenizer"
             )
 
 
@@ -233,9 +220,16 @@ def _describe_unsupported(source: WeightSource, family: Family) -> list[str]:
         notes.append(
             "the residual stream was float32 (--fp32-residual-connection); in transformers it has the dtype of the weights"
         )
-    dropout = source.model.hidden_dropout
-    if family.parse(Fields(family.model_type, family.write(source.model))).hidden_dropout != dropout:
+    written, dropout = family.write(source.model), source.model.hidden_dropout
+    if family.parse(Fields(family.model_type, written)).hidden_dropout != dropout:
         notes.append(f"the dropout of hidden states ({dropout:g}) has no field in {family.model_type}")
+    max_positions, num_positions = written.get("max_position_embeddings"), source.model.num_positions
+    if max_positions is not None and max_positions < num_positions:
+        notes.append(
+            f"the model was trained on sequences of up to {num_positions:,} tokens, but max_position_embeddings is "
+            f"{max_positions:,}, because transformers computes the rotary frequencies from it; programs that limit a text to this "
+            f"length need another limit, such as vllm serve --max-model-len {num_positions}"
+        )
     return notes
 
 

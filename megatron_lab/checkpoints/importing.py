@@ -28,19 +28,18 @@ from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, p
 from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
     from megatron.parallel.tensor_slice import TensorSlice
+    from megatron_lab.checkpoints.added_tokens import NewToken
     from megatron_lab.foreign.source import TensorInfo, WeightSource
 
 _TOKENIZER = "tokenizer"
-_TOKENIZER_COMPANIONS = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "config.json"),
-    *("chat_template.jinja", "chat_template.json"),
-)
-"""Files next to a tokenizer.json that belong to it, or that define its special tokens."""
+_TOKEN_ID_FILES = ("generation_config.json", "config.json")
+"""Files next to a tokenizer that contain the ids of its special tokens. The first also contains settings for generation, which an
+export writes again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write a checkpoint even if tensors of SOURCE have values that are NaN or infinite",
     )
+    parser.add_argument(
+        "--add-tokens",
+        type=Path,
+        metavar="FILE",
+        help="add these tokens to the tokenizer (one per line, or a JSON list), with rows that are the mean of the others",
+    )
     add_tokenizer_arguments(parser)
 
 
@@ -86,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder. Choose another name, or remove it")
     source, tokenizer = _open_source_and_tokenizer(args)
+    new_tokens = _read_new_tokens(args, source, tokenizer)
     verification = "not compared with transformers (--verify does, of a Hugging Face folder)"
     if args.verify:
         if not isinstance(source, HuggingFaceFolder):
@@ -97,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         verification = compare_logits(source, source.folder, torch.float64)
     try:
         data = DataConfig() if tokenizer is None else _copy_tokenizer(tokenizer, output / _TOKENIZER)
+        if new_tokens:
+            source, data = _add_tokens(source, data, new_tokens)
         content = _build_content(source, data, weights_only=args.weights_only)
         record, check = run_record(content.settings, sys.argv[1:]), FiniteCheck(source)
         path = write_checkpoint(
@@ -220,8 +228,63 @@ def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, 
     return source, dataclasses.replace(tokenizer, vocab_size=source.vocab_size)
 
 
+def _read_new_tokens(args: argparse.Namespace, source: WeightSource, tokenizer: DataConfig | None) -> list[NewToken]:
+    """Return the tokens of --add-tokens; an empty list without the flag.
+
+    Raises:
+        ValueError: the file is not valid, the tokenizer cannot be extended, or the source has optimizer state for its rows.
+    """
+    if args.add_tokens is None:
+        return []
+    from megatron_lab.checkpoints.added_tokens import read_new_tokens
+    from megatron_lab.foreign.megatron_source import MegatronSource
+
+    if tokenizer is None:
+        raise ValueError("--add-tokens extends the tokenizer, but --no-tokenizer leaves it out. Remove one of the flags")
+    if tokenizer.tokenizer_type != "HuggingFaceTokenizer":
+        raise ValueError(
+            f"--add-tokens extends the tokenizer.json of a HuggingFaceTokenizer, but the tokenizer of {source.name} is a "
+            f"{tokenizer.tokenizer_type}. Remove the flag, or set --tokenizer-type HuggingFaceTokenizer and --tokenizer-model"
+        )
+    if isinstance(source, MegatronSource) and not args.weights_only and source.saved_run is not None:
+        raise ValueError(
+            "--add-tokens needs --weights-only here: the optimizer state of the run has no rows for new tokens. Add --weights-only"
+        )
+    return read_new_tokens(args.add_tokens)
+
+
+def _add_tokens(source: WeightSource, data: DataConfig, tokens: Sequence[NewToken]) -> tuple[WeightSource, DataConfig]:
+    """Add tokens to the copied tokenizer, and rows for them to the weights. Return both, with notes for the user in the source."""
+    from megatron_lab.checkpoints.added_tokens import ExtendedSource, add_to_tokenizer
+
+    added = add_to_tokenizer(Path(str(data.tokenizer_model)), tokens)
+    num_ids = max(added.ids.values(), default=-1) + 1
+    num_rows = source.vocab_size
+    notes = [
+        f"{name!r} of --add-tokens is left out: the tokenizer has it already, with the id {id}"
+        for name, id in added.existing.items()
+    ]
+    if added.ids:
+        num_old_rows = sum(id < num_rows for id in added.ids.values())
+        notes.append(
+            f"{len(added.ids):,} tokens are added, with the ids {min(added.ids.values())} to {num_ids - 1}: "
+            f"{num_old_rows:,} have a row in the embedding already, which is kept; {max(0, num_ids - num_rows):,} rows are new, "
+            "the mean of the others"
+        )
+    if num_ids > num_rows:
+        source = ExtendedSource(source, num_ids)
+    if num_ids >= num_rows:
+        data = dataclasses.replace(data, vocab_size=None)  # every row has an id
+    source.notes.extend(notes)
+    return source, data
+
+
 def _copy_tokenizer(tokenizer: DataConfig, folder: Path) -> DataConfig:
-    """Copy the files of a tokenizer into a folder, and return the tokenizer's settings with the new paths."""
+    """Copy the files of a tokenizer, and the files that belong to it, into a folder. Return the tokenizer's settings with the new
+    paths."""
+    from megatron_lab.data_tools.huggingface_tokenizer import EXTRA_FILES
+    from megatron_lab.tokenizers.template_files import TEMPLATE_FOLDER
+
     paths = {name: Path(getattr(tokenizer, name)) for name in TOKENIZER_FILE_SETTINGS if getattr(tokenizer, name) is not None}
     if paths:
         folder.mkdir(parents=True)
@@ -229,9 +292,11 @@ def _copy_tokenizer(tokenizer: DataConfig, folder: Path) -> DataConfig:
         if file.is_dir():
             file = paths[name] = file / "tokenizer.json"
         shutil.copyfile(file, folder / file.name)
-        if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
-            for companion in _TOKENIZER_COMPANIONS:
-                if (file.parent / companion).is_file():
-                    shutil.copyfile(file.parent / companion, folder / companion)
+        companions = EXTRA_FILES if tokenizer.tokenizer_type == "HuggingFaceTokenizer" else ()
+        for companion in (*companions, *_TOKEN_ID_FILES):
+            if (file.parent / companion).is_file():
+                shutil.copyfile(file.parent / companion, folder / companion)
+        if companions and (file.parent / TEMPLATE_FOLDER).is_dir():
+            shutil.copytree(file.parent / TEMPLATE_FOLDER, folder / TEMPLATE_FOLDER)
     copied_paths: dict[str, Any] = {name: os.path.realpath(folder / file.name) for name, file in paths.items()}
     return dataclasses.replace(tokenizer, **copied_paths)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,11 +24,13 @@ from megatron.spec.weights import split_layer_name
 from megatron_lab.checkpoints.huggingface_writer import write_shard
 from megatron_lab.foreign.adapters import get_adapter_names, remove_lora_settings
 from megatron_lab.foreign.huggingface.families import select_family
-from megatron_lab.foreign.source import DerivedSource, WeightSource
+from megatron_lab.foreign.source import WeightSource
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_MODEL_PREFIX = "base_model.model."
+MODEL_PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of the wrapped model."""
+A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of an adapter's matrices A [rank, inputs] and B [outputs, rank], after the name of the module."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,18 @@ class AdapterExport:
     targets: tuple[str, ...]
     """Names of the Hugging Face modules that have an adapter (PEFT's `target_modules`), without the prefix of their layer."""
     num_parameters: int
+    verification: str | None
+    """Result of the comparison with transformers, as a sentence. None if there was no comparison."""
 
 
 def export_adapters(
-    source: WeightSource, folder: Path, *, base: str | None = None, family: str | None = None, dtype: torch.dtype | None = None
+    source: WeightSource,
+    folder: Path,
+    *,
+    base: str | None = None,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    check: Callable[[Path], str] | None = None,
 ) -> AdapterExport:
     """Write the LoRA adapters of a model as a PEFT folder. The folder has a temporary name until it is complete.
 
@@ -53,6 +63,8 @@ def export_adapters(
         base: name or folder of the Hugging Face model to which the adapters belong, for `adapter_config.json`.
         family: architecture of that model. By default the first architecture that supports all features of the model.
         dtype: dtype of the adapters. By default that of the source.
+        check: function that verifies the folder before it gets its final name. It raises an error, or returns a sentence for the
+            summary.
 
     Raises:
         CheckpointError: the folder is not empty, the model has no adapters, or no architecture fits the base model.
@@ -64,10 +76,10 @@ def export_adapters(
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already and is not an empty folder. Choose another name, or remove it")
-    base_source = DerivedSource(source, remove_lora_settings(model))
-    selected_family = select_family(base_source.model, family)
+    base_model = remove_lora_settings(model)
+    selected_family = select_family(base_model, family)
     is_transposed, targets = False, set[str]()
-    layouts = selected_family.build_layouts(base_source.model, source.vocab_size)
+    layouts = selected_family.build_layouts(base_model, source.vocab_size)
     adapted_names = [name for name in layouts if get_adapter_names(name)[0] in source.weights]
 
     def generate_tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -76,9 +88,9 @@ def export_adapters(
             a, b = (param if dtype is None else param.to(dtype) for param in (a, b))
             b_layout = replace(layouts[name], shape=(*b.shape[:-1], model.lora_rank or 0), is_transposed=False)
             for target_name, rows in b_layout.iter_hf_tensors(b):
-                module = f"{_MODEL_PREFIX}{target_name.removesuffix('.weight')}"
-                yield f"{module}.lora_A.weight", a
-                yield f"{module}.lora_B.weight", rows
+                module = f"{MODEL_PREFIX}{target_name.removesuffix('.weight')}"
+                yield f"{module}{A_SUFFIX}", a
+                yield f"{module}{B_SUFFIX}", rows
 
     for name in adapted_names:
         is_transposed |= layouts[name].is_transposed
@@ -96,7 +108,7 @@ def export_adapters(
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
             "r": model.lora_rank,
-            "lora_alpha": model.lora_scale * model.lora_rank,
+            "lora_alpha": model.lora_rank if model.lora_alpha is None else model.lora_alpha,
             "lora_dropout": 0.0,
             "target_modules": sorted(targets),
             "bias": "none",
@@ -107,6 +119,7 @@ def export_adapters(
             "modules_to_save": None,
         }
         (temporary / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        verification = check(temporary) if check else None
         sync_folder(temporary)
         temporary.rename(folder)  # `folder` does not exist or is empty
         sync_folder(folder.parent)
@@ -114,4 +127,4 @@ def export_adapters(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     numel = sum(torch.Size(entry.shape).numel() for entry in entries)
-    return AdapterExport(folder, selected_family.model_type, tuple(sorted(targets)), numel)
+    return AdapterExport(folder, selected_family.model_type, tuple(sorted(targets)), numel, verification)

@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"Generate at most N tokens (default {_DEFAULT_NEW_TOKENS}, with --chat {_DEFAULT_ANSWER_TOKENS}, or as many as the "
         "model has positions for).",
     )
-    parser.add_argument("--ignore-eod", action="store_true", help="Continue after an end-of-document token.")
+    parser.add_argument("--ignore-eod", action="store_true", help="Continue after a token that ends a text.")
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="Generate N texts for each prompt (default 1).")
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="Generate the texts of N prompts at once (default 8)."
@@ -245,10 +245,17 @@ def _run_dialogue(args: argparse.Namespace) -> None:
             dialogue: Dialogue = Conversation(chat_formats[0], session.num_positions, args.system)
             print_to_stderr(f"chat template: {chat_formats[0].origin}")
         else:
-            stop_ids = frozenset(() if args.ignore_eod else (loaded.tokenizer.eod,))
+            stop_ids = _find_stop_ids(args, loaded.tokenizer)
             dialogue = Completion(loaded.tokenizer, session.num_positions, stop_ids)
         print_to_stderr(f"context {session.num_positions:,} tokens. /help lists the commands, Ctrl-D leaves")
         DialogueLoop(dialogue, session, loaded.context, loaded.tokenizer, settings, first_entries).run()
+
+
+def _find_stop_ids(args: argparse.Namespace, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end a text without a chat template; none with --ignore-eod."""
+    from megatron_lab.tokenizers.stop_ids import find_stop_ids
+
+    return frozenset() if args.ignore_eod else find_stop_ids(tokenizer)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
@@ -287,7 +294,7 @@ def _generate(
             args.max_new_tokens or select_max_new_tokens(model.config, group),
             sampling,
             num_samples=args.num_samples,
-            eod=None if args.ignore_eod else tokenizer.eod,
+            stop_ids=_find_stop_ids(args, tokenizer),
             num_ids=tokenizer.vocab_size,
             first_prompt=first,
         )

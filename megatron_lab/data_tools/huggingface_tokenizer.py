@@ -28,14 +28,17 @@ from megatron_lab.tokenizers.bpe_rules import (
     read_json,
 )
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron_lab.tokenizers.template_files import DEFAULT_TEMPLATE, TEMPLATE_FILE, read_chat_templates, write_chat_templates
 from megatron_lab.tokenizers.text_frame import TextFrame, build_template_processor, read_text_frame
 from megatron_lab.tokenizers.tokenizer_json import TokenizerJson, read_tokenizer_json, splits_into_bytes
 from megatron_lab.tokenizers.vocabulary_files import PUBLISHED_FILES
 
 _CONFIG_FILE = "tokenizer_config.json"
-_EXTRA_FILES = (
+_PROCESSOR_TEMPLATE = "chat_template.json"
+"""File with the chat template of older multimodal models."""
+EXTRA_FILES = (
     *(_CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
-    *("chat_template.jinja", "chat_template.json"),
+    *(TEMPLATE_FILE, _PROCESSOR_TEMPLATE),
 )
 """Files that belong to a tokenizer.json in the same folder."""
 _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
@@ -50,12 +53,15 @@ _DEFAULT_SPECIAL_NAMES = {"eod": "<|endoftext|>", "bos": "<|startoftext|>", "pad
 _LLAMA3_SPECIAL_NAMES = {128_000: "<|begin_of_text|>", 128_001: "<|end_of_text|>"}
 
 
-def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length: int) -> list[str]:
+def write_huggingface_tokenizer(
+    config: DataConfig, folder: Path, *, max_length: int, chat_template: str | None = None
+) -> list[str]:
     """Write the tokenizer that the settings select to a folder, as files that transformers can load.
 
     Args:
         config: settings that select the tokenizer (--tokenizer-type and its files).
         max_length: maximum number of tokens of the model's input; stored as `model_max_length`.
+        chat_template: text of a chat template that replaces the templates of a HuggingFaceTokenizer; None to keep them.
 
     Returns:
         Notes for the user, for example that no file was written because the tokenizer has no vocabulary.
@@ -68,9 +74,9 @@ def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length:
         return ["NullTokenizer has no vocabulary: no tokenizer is written. Pass token ids to the model"]
     tokenizer_config: dict[str, Any] = {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
     if tokenizer_type == "HuggingFaceTokenizer":
-        return _copy_tokenizer_files(
-            require_tokenizer_json(config.tokenizer_model, tokenizer_type), tokenizer, folder, tokenizer_config
-        )
+        file = require_tokenizer_json(config.tokenizer_model, tokenizer_type)
+        templates = read_chat_templates(file.parent) if chat_template is None else {DEFAULT_TEMPLATE: chat_template}
+        return _copy_tokenizer_files(file, tokenizer, folder, tokenizer_config, templates)
     if isinstance(tokenizer, ByteBPETokenizer | ByteTokenizer):
         vocab = tokenizer.vocab if isinstance(tokenizer, ByteBPETokenizer) else _build_byte_vocab()
         special_names = _get_special_names(config, vocab)
@@ -109,26 +115,55 @@ def has_qwen2_pattern(folder: Path) -> bool:
     return (content.get("normalizer") or {}).get("type") == "NFC" and pattern == _QWEN2_PATTERN
 
 
-def _copy_tokenizer_files(file: Path, tokenizer: Tokenizer, folder: Path, tokenizer_config: dict[str, Any]) -> list[str]:
-    """Copy a tokenizer.json and the files that belong to it, such as the chat template. Return notes for the user.
+def _copy_tokenizer_files(
+    file: Path, tokenizer: Tokenizer, folder: Path, tokenizer_config: dict[str, Any], templates: Mapping[str, str]
+) -> list[str]:
+    """Copy a tokenizer.json and the files that belong to it, and write its chat templates. Return notes for the user.
 
     Args:
-        tokenizer_config: content of the new tokenizer_config.json, used only if the source folder does not have this file.
+        tokenizer_config: content of the new tokenizer_config.json. If the source folder has this file, only `model_max_length` is
+            used, and only if that of the source is smaller.
+        templates: chat templates by name. They are written both as jinja files and into tokenizer_config.json, for newer and older
+            versions of transformers and for programs that read only one of them.
     """
     shutil.copyfile(file, folder / "tokenizer.json")
-    extra_files = [name for name in _EXTRA_FILES if (file.parent / name).is_file()]
+    replaced_files = () if templates == read_chat_templates(file.parent) else (TEMPLATE_FILE, _PROCESSOR_TEMPLATE)
+    extra_files = [name for name in EXTRA_FILES if name not in replaced_files and (file.parent / name).is_file()]
     for name in extra_files:
         shutil.copyfile(file.parent / name, folder / name)
     content = read_tokenizer_json(file)
     _write_text_frame(folder / "tokenizer.json", content, tokenizer)
-    if _CONFIG_FILE in extra_files:
-        source_config = read_json(file.parent / _CONFIG_FILE, str(file.parent / _CONFIG_FILE), "a JSON object")
-        source_config, notes = _correct_class(source_config, content)
-        _write_json(folder / _CONFIG_FILE, {"tokenizer_class": _TOKENIZER_CLASS} | source_config)
-        return notes
-    names = {token["id"]: token["content"] for token in content.added}
-    _write_json(folder / _CONFIG_FILE, tokenizer_config | {"tokenizer_class": _TOKENIZER_CLASS} | _get_role_names(tokenizer, names))
-    return [f"{file.parent} has no {_CONFIG_FILE}: one is written with the known special tokens"]
+    role_names = _get_role_names(tokenizer, {token["id"]: token["content"] for token in content.added})
+    template_field = write_chat_templates(folder, templates)
+    if _CONFIG_FILE not in extra_files:
+        written = tokenizer_config | {"tokenizer_class": _TOKENIZER_CLASS} | role_names
+        _write_json(folder / _CONFIG_FILE, written | template_field)
+        return [f"{file.parent} has no {_CONFIG_FILE}: one is written with the known special tokens"]
+    source_config = read_json(file.parent / _CONFIG_FILE, str(file.parent / _CONFIG_FILE), "a JSON object")
+    source_config, notes = _correct_class(source_config, content)
+    written = {"tokenizer_class": _TOKENIZER_CLASS} | _convert_for_older_versions(source_config)
+    if "eos_token" in role_names and written.get("eos_token") is None:
+        written["eos_token"] = role_names["eos_token"]
+        notes.append(f"{_CONFIG_FILE} gets eos_token {role_names['eos_token']!r}, which other files of the tokenizer name")
+    max_length, source_length = tokenizer_config["model_max_length"], written.get("model_max_length")
+    if isinstance(source_length, int | float) and source_length < max_length:
+        written["model_max_length"] = max_length
+        notes.append(
+            f"model_max_length in {_CONFIG_FILE} becomes {max_length:,}, the length of the model, instead of {source_length:,}"
+        )
+    _write_json(folder / _CONFIG_FILE, written | template_field)
+    return notes
+
+
+def _convert_for_older_versions(tokenizer_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a tokenizer_config.json with the names that transformers reads both before and since version 5: of the
+    class that follows tokenizer.json, and of the list of special tokens without a role."""
+    converted = dict(tokenizer_config)
+    if converted.get("tokenizer_class") == "TokenizersBackend":
+        converted["tokenizer_class"] = _TOKENIZER_CLASS
+    if isinstance(converted.get("extra_special_tokens"), list) and "additional_special_tokens" not in converted:
+        converted["additional_special_tokens"] = converted.pop("extra_special_tokens")
+    return converted
 
 
 def _write_text_frame(path: Path, content: TokenizerJson, tokenizer: Tokenizer) -> None:

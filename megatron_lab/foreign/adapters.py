@@ -28,6 +28,25 @@ def remove_lora_settings(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, **vars(LoraFields()))
 
 
+def build_base_source(source: WeightSource) -> WeightSource:
+    """Return a source of the model without its LoRA adapters: the weights from which the training of the adapters started."""
+    base = DerivedSource(source, remove_lora_settings(source.model))
+    base.weights = {name: info for name, info in source.weights.items() if not name.endswith((LORA_A, LORA_B))}
+    return base
+
+
+class RoundedAdapters(DerivedSource):
+    """Weights of another source, with the LoRA matrices rounded to a dtype."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+        super().__init__(source, source.model)
+        self._dtype = dtype
+
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        tensor = super().read(name, tensor_slice)
+        return tensor.to(self._dtype).to(tensor.dtype) if name.endswith((LORA_A, LORA_B)) else tensor
+
+
 def get_adapter_names(weight: str) -> tuple[str, str]:
     """Return the parameter names of the LoRA matrices A and B of a linear layer.
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.spec.weights import iter_weights, parse_mtp_depth
+from megatron.training.progress import Progress
 from megatron_lab.foreign.adapters import merge_adapters
-from megatron_lab.foreign.source import DerivedSource, TensorInfo, WeightSource
+from megatron_lab.foreign.source import DerivedSource, StoredCheckpoint, TensorInfo, WeightSource
 
 _TRAINING_FIELDS = (
     "moe_expert_capacity_factor",
@@ -25,17 +26,29 @@ def build_inference_source(source: WeightSource) -> WeightSource:
     """Return a source of the same model in the form for inference, without the parts that only training uses.
 
     The returned model has no multi-token-prediction layers; its prediction of the next token does not change. Its experts have no
-    capacity, so they process all tokens assigned to them and drop none. LoRA adapters are merged into the weights. A source that
-    needs none of these changes is returned unchanged.
+    capacity, so they process all tokens assigned to them and drop none. LoRA adapters are merged into the weights. The number of
+    positions is that of the longest sequences that the run has read. A source that needs none of these changes is returned
+    unchanged.
     """
+    num_positions = max(source.model.num_positions, _find_longest_sequence(source))
     source = merge_adapters(source)
     overrides: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _TRAINING_FIELDS
     }
     if source.model.moe_router_load_balancing_type == "global_aux_loss":  # this type stores the load of the experts
         overrides["moe_router_load_balancing_type"] = "aux_loss"
+    if num_positions > source.model.num_positions:  # the run was continued with shorter sequences
+        overrides["max_position_embeddings"] = num_positions
     model = dataclasses.replace(source.model, mtp_num_layers=0, **overrides)
     return source if model == source.model else _InferenceSource(source, model)
+
+
+def _find_longest_sequence(source: WeightSource) -> int:
+    """Return the largest sequence length in tokens with which the run of a training checkpoint has read data since its start; 0 for
+    other sources."""
+    if not isinstance(source, StoredCheckpoint) or "progress" not in source.state:
+        return 0
+    return max((phase.seq_length for phase in Progress.from_json(source.state["progress"]).phases), default=0)
 
 
 class _InferenceSource(DerivedSource):

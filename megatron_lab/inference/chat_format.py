@@ -7,18 +7,16 @@ equal those of transformers' `apply_chat_template`.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.data.tokenizer import Tokenizer
 from megatron_lab.data_tools.preprocess.chat import NAMED_TEMPLATES, ChatEncoder, ChatTemplate
 from megatron_lab.data_tools.preprocess.chat_records import Chat, Messages, read_message
-from megatron_lab.tokenizers.bpe_rules import read_json
 from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_lab.tokenizers.stop_ids import find_stop_ids
 from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
 
-_GENERATION_CONFIG = "generation_config.json"
 _PROBE = "\ue001answer\ue001"
 """Text of an answer that is rendered to learn how the template ends answers."""
 
@@ -60,8 +58,8 @@ class ChatFormat:
         self._encoder = ChatEncoder(chat_template, tokenizer.path)
         added_ids = {token["content"]: int(token["id"]) for token in read_tokenizer_json(tokenizer.path).added}
         self.stop_ids, self.stop_text = self._find_end_of_answer(tokenizer, added_ids)
-        """Ids that end an answer: the end-of-document token, those of generation_config.json, and the token that the template
-        writes after an answer. If the template writes ordinary text there, an answer ends before `stop_text`."""
+        """Ids that end an answer: those of `find_stop_ids`, and the token that the template writes after an answer. If the template
+        writes ordinary text there, an answer ends before `stop_text`."""
 
     def check_system(self, system: str | None) -> None:
         """Check that the template accepts a system message.
@@ -100,7 +98,7 @@ class ChatFormat:
         )
 
     def _find_end_of_answer(self, tokenizer: HuggingFaceTokenizer, added_ids: dict[str, int]) -> tuple[frozenset[int], str | None]:
-        stop_ids = {tokenizer.eod, *_read_generation_eos(tokenizer.path.parent)}
+        stop_ids = find_stop_ids(tokenizer)
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
         try:
             ending = (
@@ -109,19 +107,11 @@ class ChatFormat:
                 .strip()
             )
         except ValueError:  # the template needs other messages
-            return frozenset(stop_ids), None
+            return stop_ids, None
         token = next((token for token in sorted(added_ids, key=len, reverse=True) if ending.startswith(token)), None)
         if token is not None:
-            return frozenset({*stop_ids, added_ids[token]}), None
-        return frozenset(stop_ids), ending.partition("\n")[0] or None
-
-
-def _read_generation_eos(folder: Path) -> Sequence[int]:
-    """Return the ids in `eos_token_id` of a folder's generation_config.json: none, one or several."""
-    path = folder / _GENERATION_CONFIG
-    content = read_json(path, str(path), "a JSON object") if path.is_file() else {}
-    ids = content.get("eos_token_id") if isinstance(content, dict) else None
-    return [id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int)]
+            return stop_ids | {added_ids[token]}, None
+        return stop_ids, ending.partition("\n")[0] or None
 
 
 class StopText:

@@ -95,9 +95,9 @@ class Continuation:
     text: str = ""
     """Generated text, without the prompt."""
     tokens: list[int] = field(default_factory=list)
-    """Generated token ids, without the end-of-document token."""
+    """Generated token ids, without the token that ends the text."""
     has_ended: bool = False
-    """True if the model generated the end-of-document token; False if generation stopped at the limit on tokens."""
+    """True if the model generated a token that ends the text; False if generation stopped at the limit on tokens."""
 
 
 def generate_texts(

@@ -26,6 +26,7 @@ from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.inference.generate import GenerationRequest, Sampling, check_request
 from megatron_lab.inference.model_from_source import load_model, select_default_dtype
 from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
+from megatron_lab.tokenizers.stop_ids import find_stop_ids
 
 if TYPE_CHECKING:
     from megatron_lab.inference.chat_format import ChatFormat
@@ -126,7 +127,8 @@ class LanguageModel:
                 positions.
             sampling: how tokens are selected; `Sampling(temperature=0)` always selects the most likely token.
             num_samples: number of texts for each prompt.
-            stop_at_eod: end a text at the end-of-document token.
+            stop_at_eod: end a text at the end-of-document token, and at the other tokens that end a text according to the files of
+                a Hugging Face model.
             on_text: called with each new text of the first sequence while it is generated.
 
         Returns:
@@ -141,7 +143,7 @@ class LanguageModel:
             max_new_tokens or select_max_new_tokens(self.model.config, ids),
             sampling,
             num_samples=num_samples,
-            eod=self.tokenizer.eod if stop_at_eod else None,
+            stop_ids=find_stop_ids(self.tokenizer) if stop_at_eod else frozenset(),
             num_ids=self.tokenizer.vocab_size,
         )
         check_request(self.model, request)

@@ -86,7 +86,7 @@ def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, l
                 )
             )
     model = saved.model
-    if "seq_length" in overrides and model.position_embedding_type == "learned_absolute":  # the embedding keeps its rows
+    if "seq_length" in overrides:  # a position table keeps its rows, and an export states the longest sequence
         model = dataclasses.replace(model, max_position_embeddings=model.num_positions)
     fields = _TOKENIZER_FIELDS if explicit & set(TOKENIZER_FILE_SETTINGS) else (*_TOKENIZER_FIELDS, *TOKENIZER_FILE_SETTINGS)
     fields = fields if "add_bos" in explicit else (*fields, "add_bos")

@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.parallel.tensor_slice import TensorSlice
-from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
+from megatron_lab.checkpoints.generation_settings import SpecialTokens
+from megatron_lab.checkpoints.huggingface_writer import export
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.verification.reference.shape import ReferenceShape, build_random_weights
 from tests.support.huggingface_models import opened

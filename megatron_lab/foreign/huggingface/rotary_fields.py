@@ -149,8 +149,12 @@ class RotaryFields:
             parameters["partial_rotary_factor"] = fields[self.rotary_fraction_field] = model.rotary_percent
         if self.default_original_context is not None:
             fields[_ORIGINAL_CONTEXT] = scaling.get(_ORIGINAL_CONTEXT, self.default_original_context)
-        if isinstance(spec.scaling, DynamicScaling):
+        if isinstance(spec.scaling, DynamicScaling):  # transformers computes the base from the ratio to this length
             fields["max_position_embeddings"] = num_positions
+        elif isinstance(spec.scaling, YarnScaling | LongScaling):
+            # The length of the extended context. Some programs compute the attention factor from its ratio to the original one.
+            extended_context = round(model.rotary_scaling_factor * get_original_context(model))
+            fields["max_position_embeddings"] = max(model.max_position_embeddings or 0, extended_context)
         fields[self.theta_field] = model.rotary_base
         has_defaults = spec.scaling is None and not self.default_scaling  # else an absent mapping means other parameters
         fields["rope_scaling"] = None if has_defaults else scaling

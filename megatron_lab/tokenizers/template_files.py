@@ -1,0 +1,58 @@
+"""Chat templates in the files of a tokenizer: chat_template.jinja and additional_chat_templates/, which transformers writes since
+version 4.52, and the field chat_template of tokenizer_config.json, which every version reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config.regular_file import read_text
+from megatron_lab.tokenizers.bpe_rules import read_json
+
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+DEFAULT_TEMPLATE = "default"
+"""Name of the template that formats a conversation if the caller names none."""
+_CONFIG_FILE = "tokenizer_config.json"
+_FIELD = "chat_template"
+
+
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by name, as transformers reads them; the main template has the name `default`.
+
+    The jinja files count, if there is one. Otherwise the field of tokenizer_config.json counts, which contains one template or a
+    list of named templates.
+
+    Raises:
+        ValueError: tokenizer_config.json is damaged.
+    """
+    files = {DEFAULT_TEMPLATE: folder / TEMPLATE_FILE} | {
+        path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
+    }
+    if templates := {name: read_text(path) for name, path in files.items() if path.is_file()}:
+        return templates
+    config = folder / _CONFIG_FILE
+    content = read_json(config, str(config), "a JSON object") if config.is_file() else {}
+    field = content.get(_FIELD) if isinstance(content, dict) else None
+    if isinstance(field, str):
+        return {DEFAULT_TEMPLATE: field}
+    entries = [entry for entry in field if isinstance(entry, dict)] if isinstance(field, list) else []
+    named = {entry.get("name"): entry.get("template") for entry in entries}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def write_chat_templates(folder: Path, templates: Mapping[str, str]) -> dict[str, Any]:
+    """Write the jinja files of chat templates, and return the field with the same templates for tokenizer_config.json.
+
+    Args:
+        folder: folder of the tokenizer.
+        templates: templates by name, from `read_chat_templates`.
+    """
+    for name, text in templates.items():
+        path = folder / TEMPLATE_FILE if name == DEFAULT_TEMPLATE else folder / TEMPLATE_FOLDER / f"{Path(name).name}.jinja"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
+    if set(templates) == {DEFAULT_TEMPLATE}:
+        return {_FIELD: templates[DEFAULT_TEMPLATE]}
+    return {_FIELD: [{"name": name, "template": text} for name, text in templates.items()]} if templates else {}
