@@ -197,7 +197,7 @@ def test_what_cannot_be_evaluated_is_said(model: Path, tmp_path: Path, capsys: p
         (["--files", tmp_path / "bytes"], 1, "byte 0xff at offset 8 is not valid UTF-8"),
         (["--tasks", "t", "--errors", "replace"], 2, "--errors can only be used with --files"),
         (["--files", "x", "--stride", 99, "--window", 9], 1, "--stride 99 must be from 1 to the 9 tokens"),
-        (["--files", tmp_path / "x.jsonl"], 1, "x.jsonl, line 2: the line is not a JSON object with a"),
+        (["--files", tmp_path / "x.jsonl"], 1, "x.jsonl:2: the line has no key 'text'"),
         (["--files", "x", "--limit", 2], 2, "--limit can only be used with --tasks"),
         (["--files", "x", "--batch-size", 0], 2, "--batch-size must be at least 1"),
         (["--files", "x", "--context-parallel-size", 2], 2, "use tensor and pipeline ranks"),

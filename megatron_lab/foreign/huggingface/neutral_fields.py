@@ -155,8 +155,11 @@ def _accepts_window_size(value: Any, model: ModelConfig, config: Mapping[str, An
 
 
 def _accepts_window_interval(value: Any, model: ModelConfig, config: Mapping[str, Any]) -> bool:
+    """Return whether every `value`-th layer has no window, or the file lists the type of each layer, which has precedence."""
     if type(value) is not int or value < 1:
         return False
+    if config.get("layer_types") is not None:
+        return True
     return [window is None for window in list_windows(model)] == [(layer + 1) % value == 0 for layer in range(model.num_layers)]
 
 

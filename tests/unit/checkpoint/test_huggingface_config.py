@@ -327,6 +327,11 @@ NEUTRAL_NOTES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN2, {"attention_bias": True, "mlp_bias": False}, "attention_bias true, mlp_bias false"),
     (MISTRAL, {"sliding_window": 32, "sliding_window_size": 32, "use_sliding_window": True}, "sliding_window_size 32"),
     (GEMMA3, {"hidden_act": "gelu", "sliding_window": 32, "_sliding_window_pattern": 6}, "_sliding_window_pattern 6"),
+    (
+        GEMMA3 | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        {"_sliding_window_pattern": 6},
+        "_sliding_window_pattern 6",
+    ),
     (GPT2, {"head_dim": 8, "num_key_value_heads": 6, "use_bias": True, "embedding_multiplier": 1.0}, "head_dim 8"),
     (DEEPSEEK_V2, {"rope_interleave": True, "num_nextn_predict_layers": 0}, "at this value: num_nextn_predict_layers 0"),
     (
@@ -369,6 +374,7 @@ def test_what_changes_nothing_at_its_value_is_told_in_one_note(base: dict[str, A
         (PHI3, {"attention_bias": True}),
         (GEMMA3, {"hidden_act": "silu"}),
         (GEMMA3, {"_sliding_window_pattern": 2}),
+        (GEMMA3, {"layer_types": ["sliding_attention"] * 3, "_sliding_window_pattern": 0}),
         (GEMMA3, {"sliding_window_size": 16}),
         (GPT2, {"num_key_value_heads": 1}),
         (GPT2, {"hidden_act": "relu"}),

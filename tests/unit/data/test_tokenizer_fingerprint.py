@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
@@ -150,8 +152,8 @@ def test_the_hash_is_that_of_the_ids_without_what_is_put_around_a_text() -> None
 
 def test_a_text_that_cannot_be_encoded_is_not_an_error() -> None:
     class Ascii(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
-            return [*text.encode("ascii")]
+        def encode_segment(self, text: str) -> NDArray[np.integer]:
+            return np.frombuffer(text.encode("ascii"), np.uint8)
 
     probes = compute_fingerprint(Ascii(), BYTES).probes
     assert probes is not None and probes["Greek"] == probes["emoji"] != probes["English"]
