@@ -15,6 +15,7 @@ from megatron.config.flags import get_flag
 from megatron.config.model import CHANGEABLE_FIELDS, ModelConfig
 from megatron_lab.foreign.huggingface.families import CONVERTIBLE, FAMILIES
 from tests.support.cli import ROOT
+from tests.support.family_features import FEATURES, find_presence
 from tests.support.published_configs import published, read_config
 
 PAGE = ROOT / "docs/models.md"
@@ -40,10 +41,10 @@ def base_flags(model: ModelConfig) -> str:
     return LLAMA_FLAGS if model.position_embedding_type == "rope" else ""
 
 
-def own_settings(model: ModelConfig, without: tuple[str, ...] = SIZES) -> dict[str, Any]:
-    """The settings of a model that its base flags do not give it, but for some and for those that only training knows."""
+def own_settings(model: ModelConfig) -> dict[str, Any]:
+    """The settings of a model that its base flags do not give it, but for sizes and for those that only training knows."""
     base = parse([*base_flags(model).split(), *"--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 32".split()])
-    left_out = {*without, *(CHANGEABLE_FIELDS - {"seq_length"})}
+    left_out = {*SIZES, *CHANGEABLE_FIELDS}
     return {name: value for name, value in vars(model).items() if value != getattr(base.model, name) and name not in left_out}
 
 
@@ -67,15 +68,17 @@ def flags_table() -> list[str]:
     for family, models in published_models().items():
         first, *others = models.values()
         flags = " ".join(spell(name, value) for name, value in own_settings(first).items())
-        differ = {name: None for other in others for name in own_settings(other) | own_settings(first)}
-        differ = {name: None for name in differ if any(getattr(other, name) != getattr(first, name) for other in others)}
+        own = set().union(*(own_settings(model) for model in models.values()))
+        differ = [
+            name for name in vars(first) if name in own and any(getattr(other, name) != getattr(first, name) for other in others)
+        ]
         rows.append(
             (
                 f"`{family}`",
                 f"`{FAMILIES[family].architecture}`",
                 f"{len(models)}: {', '.join(models)}",
                 (f"`{flags}`" if flags else "") if base_flags(first) else "(no flags; not the Llama flags)",
-                ", ".join(f"`--{get_flag(name).name}`" for name in vars(first) if name in differ),
+                ", ".join(f"`--{get_flag(name).name}`" for name in differ),
             )
         )
     return in_markdown(rows)
@@ -83,10 +86,20 @@ def flags_table() -> list[str]:
 
 def in_markdown(rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table."""
-    return [f"| {' | '.join(row)} |".replace("|  ", "| ") for row in rows]
+    return [f"| {' | '.join(row)} |".replace("|  ", "| ").replace("|  ", "| ") for row in rows]
 
 
-TABLES: dict[str, Callable[[], list[str]]] = {"flags of each family": flags_table}
+def features_table() -> list[str]:
+    """A row for each feature, and a column for each family."""
+    rows = [("feature", "flags", *CONVERTIBLE), ("---",) * (2 + len(CONVERTIBLE))]
+    rows += [(one.title, one.spell(), *(find_presence(one, family) for family in CONVERTIBLE)) for one in FEATURES]
+    return in_markdown(rows)
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "flags of each family": flags_table,
+    "features of each family": features_table,
+}
 """What makes each table, by the name in its marks."""
 
 
