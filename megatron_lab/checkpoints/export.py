@@ -25,38 +25,6 @@ if TYPE_CHECKING:
 
     from megatron_lab.foreign.source import WeightSource
 
-FAMILIES = (
-    "gpt2",
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "ministral",
-    "ministral3",
-    "phi3",
-    "smollm3",
-    "stablelm",
-    "olmo2",
-    "olmo3",
-    "gpt_neox",
-    "deepseek_v2",
-    "deepseek_v3",
-    "granite",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "starcoder2",
-    "nemotron",
-    "olmo",
-    "arcee",
-    "seed_oss",
-    "glm",
-    "glm4",
-    "ernie4_5",
-)
 DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -80,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="huggingface",
         help="what to write (huggingface); peft: only the adapters of a run with --lora-rank",
     )
-    parser.add_argument("--family", choices=FAMILIES, help="architecture to write (the first that has all parts of the model)")
+    parser.add_argument(
+        "--family",
+        metavar="MODEL_TYPE",
+        help="architecture to write, such as llama; docs/models.md lists all (the first that has all parts of the model)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (that of the source)")
     parser.add_argument("--max-shard-size", type=_parse_bytes, metavar="SIZE", help="maximum size of a file, such as 500MB (5GB)")
     parser.add_argument("--peft-base", metavar="NAME", help="with --format peft, name or folder of the adapters' model")

@@ -261,6 +261,10 @@ def test_an_ordinary_token_without_a_row_is_of_another_model(short: Path, tmp_pa
         (["export", "{hf}", "{full}"], "exists already"),
         (["import", "{hf}", "{full}"], "exists already"),
         (["export", "{hf}", "{new}", "--family", "gpt2"], "--position-embedding-type is rope, there learned_absolute"),
+        (
+            ["export", "{hf}", "{new}", "--family", "bert"],
+            "bert is not a supported architecture of transformers. Choose one of gpt2",
+        ),
         (["export", "{nothing}", "{new}"], "no such folder"),
         (["import", "{hf}", "{new}", "--embedding-rows", "5"], "--embedding-rows has no effect"),
         (["export", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "belongs to another model"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,13 @@ import pytest
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.cli import parse
 from megatron.config.flags import find_flag
-from megatron_lab.checkpoints import export
-from megatron_lab.foreign.huggingface.families import FAMILIES, UNSUPPORTED, select_family
+from megatron_lab.foreign.huggingface.families import CONVERTIBLE, FAMILIES, UNSUPPORTED
+from megatron_lab.foreign.huggingface.family import compute_signature
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
-from megatron_lab.foreign.huggingface.groups import UnsupportedFields
 from tests.support.cli import ROOT
+from tests.support.family_tables import LLAMA_FLAGS, SIZES, published_models, rewrite, spell
 
 PAGE = (ROOT / "docs/models.md").read_text()
-NAMES = [
-    name for name, family in FAMILIES.items() if not any(isinstance(group, UnsupportedFields) for group in family.field_groups)
-]
-"""Families of which there are models that can be built."""
-SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -37,30 +31,35 @@ def spelled(cell: str) -> list[str]:
     return re.findall(r"`([^`]*)`", cell)
 
 
-def test_the_flags_of_a_family_make_a_model_that_fits_it() -> None:
+def test_the_tables_are_those_of_the_code() -> None:
+    """To renew them: python -m tests.support.family_tables."""
+    assert rewrite(PAGE) == PAGE
+
+
+@pytest.mark.parametrize("family", CONVERTIBLE)
+def test_the_flags_of_a_family_make_its_first_published_model(family: str) -> None:
+    """With the flags of its sizes."""
     _, _, *found = rows("Flags of each family")
-    assert [spelled(row[0])[0] for row in found] == NAMES == list(export.FAMILIES)
+    assert [spelled(row[0])[0] for row in found] == list(CONVERTIBLE)
     block = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-    assert block is not None
-    llama = shlex.split(block[1])
-    own: dict[str, list[str]] = {}
-    for name, _, flags in found:
-        (family,) = spelled(name)
-        own[family] = [word for part in spelled(flags) for word in (shlex.split(part) if part.startswith("--") else own[part])]
-        words = [] if family == "gpt2" else [*llama, *own[family]]
-        assert select_family(parse([*SIZES.split(), *words]).model, family).model_type == family
-        if family not in ("gpt2", "llama", "ministral3"):  # without its scale of queries, Ministral 3 is a Llama
-            assert FAMILIES["llama"].describe_mismatches(parse([*SIZES.split(), *words]).model), "the flags make no difference"
+    assert block is not None and block[1].strip() == LLAMA_FLAGS
+    (words,) = (row[3] for row in found if spelled(row[0]) == [family])
+    flags = "" if "not the Llama flags" in words else " ".join([LLAMA_FLAGS, *spelled(words)])
+    model = next(iter(published_models()[family].values()))
+    sizes = [spell(name, getattr(model, name)) for name in SIZES if getattr(model, name) is not None]
+    assert compute_signature(parse(f"{flags} {' '.join(sizes)}".split()).model) == compute_signature(model)
 
 
 def test_every_family_has_a_column() -> None:
     head, _, *found = rows("Features of each family")
-    assert head[2:] == NAMES and all(len(row) == len(head) for row in found)
+    assert head[2:] == list(CONVERTIBLE) and all(len(row) == len(head) for row in found)
 
 
 def test_what_is_missing_is_told_on_the_page_and_by_an_import(tmp_path: Path) -> None:
     _, _, *found = rows("Unsupported families")
-    assert sorted(name for row in found for name in spelled(row[0])) == sorted([*UNSUPPORTED, *(FAMILIES.keys() - NAMES)])
+    assert sorted(name for row in found for name in spelled(row[0])) == sorted(
+        [*UNSUPPORTED, *(FAMILIES.keys() - set(CONVERTIBLE))]
+    )
     for name, lacking in UNSUPPORTED.items():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
         with pytest.raises(CheckpointError) as error:

@@ -38,6 +38,7 @@ _SMALL: dict[str, int] = dict(
     num_attention_heads=4,
     n_head=4,
     head_dim=16,
+    kv_channels=16,
     n_positions=64,
     n_ctx=64,
     sliding_window=WINDOW,

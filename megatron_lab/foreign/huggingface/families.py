@@ -7,6 +7,7 @@ from megatron.config.model import ModelConfig
 from megatron_lab.foreign.huggingface.expert_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron_lab.foreign.huggingface.family import Family
 from megatron_lab.foreign.huggingface.gpt_families import GPT2, GPT_NEOX
+from megatron_lab.foreign.huggingface.groups import UnsupportedFields
 from megatron_lab.foreign.huggingface.interleaved_families import ERNIE4_5, GLM, GLM4
 from megatron_lab.foreign.huggingface.layernorm_families import NEMOTRON, OLMO, STARCODER2
 from megatron_lab.foreign.huggingface.llama_families import GRANITE, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM
@@ -51,6 +52,11 @@ FAMILIES: dict[str, Family] = {
 }
 """Architectures by `model_type`. A model is written as the first architecture that supports it."""
 
+CONVERTIBLE = tuple(
+    name for name, family in FAMILIES.items() if not any(isinstance(group, UnsupportedFields) for group in family.field_groups)
+)
+"""`model_type` of each architecture without an unsupported feature that all its models have."""
+
 UNSUPPORTED = {
     "gemma3": "a vision model; the text model has the type gemma3_text",
     "mistral3": "a vision model; the text model has the type mistral or ministral3",
@@ -72,7 +78,7 @@ def select_family(model: ModelConfig, requested: str | None = None) -> Family:
     """
     if requested is not None and requested not in FAMILIES:
         raise CheckpointError(
-            f"--family {requested} is not a supported architecture of transformers. Choose one of {', '.join(FAMILIES)}"
+            f"--family {requested} is not a supported architecture of transformers. Choose one of {', '.join(CONVERTIBLE)}"
         )
     candidates = [family for name, family in FAMILIES.items() if requested in (None, name)]
     for family in candidates:

@@ -160,7 +160,7 @@ class ActivationField:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         activation = get_activation(model)
-        # Of several names, the usual name in the architecture. transformers cannot read a name of this framework.
+        # Of several names, the usual name in the architecture. transformers cannot read the name of a registered activation.
         names = activation.hf_names or (activation.name,)
         return {self.field_name: self.default if self.default in names else names[0]}
 

@@ -295,19 +295,72 @@ MEANT: dict[str, dict[str, Any]] = {
         "moe_layer_freq": f"[{','.join('0' * 3 + '1' * 58)}]",
     },
     "SmolLM2 135M": {"num_query_groups": 3, "head_size": 64},
+    "StarCoder2 3B": {
+        "head_size": 128,
+        "window_size": "4095,0",
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "has_tied_embeddings": True,
+    },
+    "StarCoder2 7B": {"rotary_base": 1000000.0, "num_key_value_heads": 4},
+    "StarCoder2 15B": {"rotary_base": 100000.0, "init_method_std": 0.01275},
+    "Minitron 4B": {"head_size": 128, "rotary_percent": 0.5, "squared_relu": True, "apply_layernorm_1p": True, "swiglu": False},
+    "Minitron 8B": {"head_size": 128, "num_attention_heads": 48},
+    "Nemotron-4 340B": {"head_size": 192, "num_layers": 96},
+    "OLMo 1B": {"norm_weight": False, "norm_epsilon": 1e-05, "has_tied_embeddings": True, "normalization": "LayerNorm"},
+    "OLMo 7B": {"has_tied_embeddings": False},
+    "AFM 4.5B": {"rope_type": "yarn", "rotary_scaling_factor": 20.0, "squared_relu": True, "seq_length": 65536},
+    "Seed-OSS 36B": {
+        "add_qkv_bias": True,
+        "add_attn_output_bias": False,
+        "hidden_dropout": 0.1,
+        "rotary_base": 10000000.0,
+        "head_size": 128,
+    },
+    "Ministral 8B": {"rotary_base": 100000000.0, "window_size": "32767,0", "head_size": 128},
+    "Ministral 3 8B for 16K tokens": {
+        "seq_length": 16384,
+        "rotary_scaling_factor": 16.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "rotary_base": 1000000.0,
+    },
+    "Devstral 2 123B": {"seq_length": 262144, "beta_fast": 4.0, "mscale_all_dim": 0.0, "num_layers": 88},
+    "GLM-4 9B": {"rotary_percent": 0.5, "rotary_interleaved": True, "add_qkv_bias": True, "norm_placement": "pre"},
+    "GLM-4 9B 0414": {"norm_placement": "sandwich", "num_key_value_heads": 2},
+    "GLM-4 32B 0414": {"add_qkv_bias": False, "num_layers": 61},
+    "ERNIE 4.5 0.3B": {"disable_bias_linear": True, "has_tied_embeddings": True, "rotary_interleaved": True, "rotary_percent": 1.0},
 }
 """What the files of published models mean."""
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_published_models_are_read(name: str) -> None:
-    """As published, at their true sizes."""
+    """As published, at their true sizes, and again as they are written. A size that is not published is that of transformers."""
     config, parameters = MODELS[name]
     model, notes = read_config(config)
-    assert parameters is None or count_parameters(model, config["vocab_size"]) == parameters
+    assert count_parameters(model, config["vocab_size"]) == (parameters or _count_in_transformers(config))
     fields = MEANT.get(name, {})
     assert {field: getattr(model, field) for field in fields} == fields
     assert len(notes) <= 2 and ("auto_map" in config) == any("program (auto_map) is not run" in note for note in notes)
+    written = {**FAMILIES[config["model_type"]].write(model), "model_type": config["model_type"], "vocab_size": 5}
+    again, _ = read_config(json.loads(json.dumps(written)))
+    assert compute_signature(again) == compute_signature(model)
+    assert select_family(model, config["model_type"]).model_type == config["model_type"]
+
+
+def _count_in_transformers(config: dict[str, Any]) -> int:
+    transformers = library(config["model_type"])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    return sum(param.numel() for param in model.parameters())
+
+
+def test_ministral_3_is_refused_where_the_position_scales_queries() -> None:
+    config = MODELS["Ministral 3 8B for 16K tokens"].config | {"max_position_embeddings": 262144}  # as it is published
+    with pytest.raises(CheckpointError, match=r"after the first 16384 tokens .* set max_position_embeddings to 16384$") as error:
+        read_config(config)
+    assert len(str(error.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize("name", FIRST.values())
