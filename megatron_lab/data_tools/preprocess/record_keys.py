@@ -38,7 +38,10 @@ def select_values(record: Any, keys: Sequence[str], unit: str, optional_keys: Se
                 + _suggest_inner_records(record)
             )
         values.append(value)
-    return [*values, *map(record.get, optional_keys)]
+    for key in optional_keys:
+        value = _find_value(record, key)
+        values.append(None if value is _MISSING else value)
+    return values
 
 
 def _find_value(record: Mapping[str, Any], key: str) -> Any:

@@ -26,7 +26,7 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer, require_tokenize
 from megatron_lab.data_tools.preprocess.chat import ChatTemplate, get_encoder
 from megatron_lab.data_tools.preprocess.chat_records import Chat, ChatReader
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError, UndecodableRecordError
-from megatron_lab.data_tools.preprocess.file_formats import DETECTED_FORMATS, TYPED_FORMATS, split_format
+from megatron_lab.data_tools.preprocess.file_formats import DETECTED_FORMATS, split_format
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
 from megatron_lab.data_tools.preprocess.storage import compute_digest, explain_disk_full
@@ -311,7 +311,7 @@ class _ShardBuilder:
             range_index: index of the range in the shard, for messages about invalid records.
         """
         parse, columns, count = get_parser(input_range.file_format), self._job.columns, 0
-        check, optional_columns = self._select_check(is_table=split_format(input_range.file_format)[0] in TYPED_FORMATS)
+        check, optional_columns = self._select_check()
         decoder = RecordDecoder(self._job.text_encoding)
         try:
             with closing(read_records(input_range, columns, self._report_progress, decoder, optional_columns)) as range_records:
@@ -342,12 +342,12 @@ class _ShardBuilder:
         self._report.num_bytes += input_range.num_bytes
         self._report_progress(0)
 
-    def _select_check(self, *, is_table: bool) -> tuple[ValueCheck, tuple[str, ...]]:
+    def _select_check(self) -> tuple[ValueCheck, tuple[str, ...]]:
         """Return the function that checks the values of a record, and the keys that it needs besides `PreprocessJob.columns`."""
         if self._job.chat is None:
             return parse_values, ()
         reader = ChatReader(self._job.columns, get_encoder(self._job.chat, self._job.tokenizer_file).variables)
-        return functools.partial(reader.read, is_table=is_table), reader.optional_keys
+        return reader.read, reader.optional_keys
 
     def finish(self) -> ShardReport:
         """Write the documents that are still in memory to the datasets, and return the report of the shard."""
