@@ -112,6 +112,25 @@ def test_tokens_that_exist_are_left_out(tmp_path: Path, capsys: Texts) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "num_rows", "vocab_size"), [("<image>", NUM_IDS + 1, NUM_IDS + 1), ("<audio>", NUM_IDS + 2, None)]
+)
+def test_a_token_without_a_row_gets_one(tmp_path: Path, capsys: Texts, name: str, num_rows: int, vocab_size: int | None) -> None:
+    """The tokenizer has two ids more than the embedding has rows."""
+    model = write_model(tmp_path / "model", NUM_IDS, tied=True)
+    names = ["<image>", "<audio>"]
+    write_json(model, {"eos_token": "<|endoftext|>", "extra_special_tokens": names}, "tokenizer_config.json")
+    assert tool("import", model, tmp_path / "base", "--add-tokens", write_tokens(tmp_path, [name])) == 0
+    id = NUM_IDS + names.index(name)
+    assert f"{name!r} of --add-tokens is left out: the tokenizer has it already, with the id {id}; it gets a row in" in (
+        capsys.readouterr().out
+    )
+    rows = open_source(tmp_path / "base").read("embedding.word.weight")
+    assert len(rows) == num_rows and torch.allclose(rows[NUM_IDS:], rows[:NUM_IDS].mean(0))
+    record = json.loads((tmp_path / "base/iter_0000000/config.json").read_text())
+    assert record["vocab_size"] == num_rows and record["config"]["data"]["vocab_size"] == vocab_size
+
+
+@pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("", "contains no token"),
