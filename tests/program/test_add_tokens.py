@@ -130,6 +130,29 @@ def test_a_token_without_a_row_gets_one(tmp_path: Path, capsys: Texts, name: str
     assert record["vocab_size"] == num_rows and record["config"]["data"]["vocab_size"] == vocab_size
 
 
+def test_adapters_of_a_model_with_new_rows_need_a_base_with_them(tmp_path: Path, capsys: Texts) -> None:
+    pytest.importorskip("peft")
+    model = write_model(tmp_path / "models--org--name" / "snapshots" / "abc", NUM_IDS, tied=True)
+    cache = model.parents[1]
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    assert tool("import", cache, tmp_path / "base", "--add-tokens", write_tokens(tmp_path, TOKENS)) == 0
+    model_flags = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "tokenizer_type", "vocab_size"))
+    source = {"use_checkpoint_args": True, "pretrained_checkpoint": tmp_path / "base", "save": tmp_path / "run"}
+    run(arguments(**model_flags, **source, train_iters=1, lr=1e-3, seq_length=16, lora_rank=2))
+    assert tool("export", tmp_path / "base", tmp_path / "extended") == 0
+    capsys.readouterr()
+    flags = ("--format", "peft", "--verify", "--peft-base")
+    reason = f"has {NUM_IDS} rows in its embedding, but the run has {NUM_IDS + 3}"
+    assert tool("export", tmp_path / "run", tmp_path / "no", *flags, cache) == 1
+    assert f"--peft-base {model} {reason}" in capsys.readouterr().err and not (tmp_path / "no").exists()
+    assert tool("export", tmp_path / "run", tmp_path / "adapters", *flags, tmp_path / "extended") == 0
+    told = capsys.readouterr().out
+    assert "note: " not in told and f"The base model is {tmp_path / 'extended'}" in told
+    assert tool("export", tmp_path / "run", tmp_path / "unnamed", "--format", "peft") == 0
+    assert f"note: the imported model {reason}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
