@@ -26,8 +26,7 @@ def check_columns(path: str, columns: Sequence[str], *, requires_strings: bool =
     """Check that an Arrow file has each of `columns` once.
 
     Args:
-        optional_keys: names of columns that the file need not have, and whose type is not checked.
-        requires_strings: whether the columns `keys` must have a string type.
+        requires_strings: whether these columns must have a string type.
 
     Raises:
         ValueError: the file is not an Arrow file or is damaged, or a column is missing or has another type.
