@@ -29,6 +29,8 @@ class Tokenizer(ABC):
     """Id that starts a text, or None."""
     pad: int | None = None
     """Id for padding, or None."""
+    leaves_out_bos: bool = False
+    """Whether the user has set that texts begin without bos (--no-add-bos)."""
     prefix_ids: tuple[int, ...] = ()
     """Ids that `encode_array` puts before each text that has ids: bos, if the tokenizer's files or --add-bos ask for it."""
     suffix_ids: tuple[int, ...] = ()
@@ -46,8 +48,9 @@ class Tokenizer(ABC):
 
     @property
     def document_start(self) -> list[int]:
-        """Ids that start a document without text: those of `prefix_ids`, or else bos, or eod if the tokenizer has no bos."""
-        return list(self.prefix_ids) or [self.eod if self.bos is None else self.bos]
+        """Ids that start a document without text: those of `prefix_ids`, or else bos, or eod if the tokenizer has no bos or texts
+        begin without it."""
+        return list(self.prefix_ids) or [self.eod if self.bos is None or self.leaves_out_bos else self.bos]
 
     def get_document_end(self, *, append_eod: bool = True) -> list[int]:
         """Return the ids after the text of each document: `suffix_ids`, and eod if `append_eod` is set. eod occurs only once."""
@@ -248,7 +251,7 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     """
     tokenizer = _build_tokenizer(config)
     if config.add_bos is False:
-        tokenizer.prefix_ids = ()
+        tokenizer.prefix_ids, tokenizer.leaves_out_bos = (), True
     elif config.add_bos and not tokenizer.prefix_ids:
         if tokenizer.bos is None:
             raise ValueError("--add-bos: this tokenizer has no bos token. Leave the flag out.")

@@ -98,6 +98,8 @@ class AddedTokens:
     ids: dict[str, int]
     existing: dict[str, int]
     """Tokens of the list that the tokenizer already had, with their ids. They are unchanged."""
+    num_ids: int
+    """Number of ids of the tokenizer with the new tokens."""
 
 
 def add_to_tokenizer(file: Path, tokens: Sequence[NewToken]) -> AddedTokens:
@@ -131,7 +133,7 @@ def add_to_tokenizer(file: Path, tokens: Sequence[NewToken]) -> AddedTokens:
             )
     file.write_text(text + "\n", encoding="utf-8")
     _update_companions(file.parent, entries)
-    return AddedTokens(ids, existing)
+    return AddedTokens(ids, existing, max((*content.ids.values(), *ids.values())) + 1)
 
 
 def _update_companions(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:

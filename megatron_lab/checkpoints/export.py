@@ -14,7 +14,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_lab.checkpoints.text import format_bytes, parse_step
 from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
@@ -213,22 +213,25 @@ def _export_adapters(source: WeightSource, args: argparse.Namespace) -> int:
     import torch
 
     from megatron_lab.checkpoints.peft_writer import export_adapters
+    from megatron_lab.data_tools.hub_snapshots import resolve_snapshot
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    family = args.family or _find_base_family(args.peft_base, source)
+    peft_base = None if args.peft_base is None else resolve_snapshot(args.peft_base)
+    family = args.family or _find_base_family(peft_base, source)
+    note = _check_base_rows(peft_base, source)
 
     def verify(folder: Path) -> str:
-        return _verify_adapters(source, folder, args.peft_base, family, dtype)
+        return _verify_adapters(source, folder, peft_base, family, dtype)
 
-    result = export_adapters(
-        source, args.output, base=args.peft_base, family=family, dtype=dtype, check=verify if args.verify else None
-    )
+    result = export_adapters(source, args.output, base=peft_base, family=family, dtype=dtype, check=verify if args.verify else None)
     print(
         f"wrote {result.folder}: adapters of {result.num_parameters:,} parameters for a {result.family} model, next to "
         f"{', '.join(result.targets)}"
     )
+    if note is not None:
+        print(f"note: {note}")
     print(result.verification or "not compared with transformers (--verify compares)")
-    base = args.peft_base or "BASE"
+    base = peft_base or "BASE"
     print(f'open it with peft: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{result.folder}")')
     return 0
 
@@ -242,17 +245,9 @@ def _find_base_family(peft_base: str | None, source: WeightSource) -> str | None
     """
     from megatron_lab.foreign.adapters import remove_lora_settings
     from megatron_lab.foreign.huggingface.families import FAMILIES
-    from megatron_lab.foreign.huggingface.fields import CONFIG
-    from megatron_lab.tokenizers.bpe_rules import read_json
 
-    tokenizer_model = None if source.tokenizer is None else source.tokenizer.tokenizer_model
-    folders = [Path(peft_base)] if peft_base is not None else []
-    folders += [Path(tokenizer_model).parent] if tokenizer_model is not None else []
-    for folder in folders:
-        if not (folder / CONFIG).is_file():
-            continue
-        content = read_json(folder / CONFIG, str(folder / CONFIG), "a JSON object")
-        family = FAMILIES.get(str(content.get("model_type"))) if isinstance(content, dict) else None
+    for folder, content in _iter_base_configs(peft_base, source):
+        family = FAMILIES.get(str(content.get("model_type")))
         if family is None:
             continue
         model = remove_lora_settings(source.model)
@@ -264,6 +259,49 @@ def _find_base_family(peft_base: str | None, source: WeightSource) -> str | None
                 f"--peft-base {peft_base} is a {family.model_type} model, but not that of the adapters: {reasons}. Choose the "
                 "model from which the run with adapters started"
             )
+    return None
+
+
+def _iter_base_configs(peft_base: str | None, source: WeightSource) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the folder and the config.json of the model to which adapters belong: those of --peft-base, then those of the model
+    that was imported, whose config.json lies next to the tokenizer."""
+    from megatron_lab.foreign.huggingface.fields import CONFIG
+    from megatron_lab.tokenizers.bpe_rules import read_json
+
+    tokenizer_model = None if source.tokenizer is None else source.tokenizer.tokenizer_model
+    folders = [Path(peft_base)] if peft_base is not None else []
+    folders += [Path(tokenizer_model).parent] if tokenizer_model is not None else []
+    for folder in folders:
+        if (folder / CONFIG).is_file():
+            content = read_json(folder / CONFIG, str(folder / CONFIG), "a JSON object")
+            if isinstance(content, dict):
+                yield folder, content
+
+
+def _check_base_rows(peft_base: str | None, source: WeightSource) -> str | None:
+    """Check that the model to which adapters belong has a row in its embedding for each token of the run. Adapters do not contain
+    the rows that `import --add-tokens` has added.
+
+    Returns:
+        a note for the user if --peft-base is no folder of a model, and the imported model has fewer rows; otherwise None.
+
+    Raises:
+        ValueError: the folder --peft-base has fewer rows.
+    """
+    for folder, content in _iter_base_configs(peft_base, source):
+        text_config = content.get("text_config")
+        num_rows = (text_config if isinstance(text_config, dict) else content).get("vocab_size")
+        if isinstance(num_rows, int) and num_rows < source.vocab_size:
+            problem = (
+                f"has {num_rows:,} rows in its embedding, but the run has {source.vocab_size:,} (import --add-tokens). The "
+                "adapters do not contain the new rows. Export the checkpoint from which the run started (tools/checkpoint.py "
+                "export CHECKPOINT MODEL), and name it: --peft-base MODEL"
+            )
+            if str(folder) == peft_base:
+                raise ValueError(f"--peft-base {peft_base} {problem}")
+            return f"the imported model {problem}"
+        if str(folder) == peft_base:
+            return None
     return None
 
 

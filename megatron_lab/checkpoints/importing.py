@@ -258,23 +258,24 @@ def _add_tokens(source: WeightSource, data: DataConfig, tokens: Sequence[NewToke
     from megatron_lab.checkpoints.added_tokens import ExtendedSource, add_to_tokenizer
 
     added = add_to_tokenizer(Path(str(data.tokenizer_model)), tokens)
-    num_ids = max(added.ids.values(), default=-1) + 1
     num_rows = source.vocab_size
+    new_num_rows = max(num_rows, *(id + 1 for id in (*added.ids.values(), *added.existing.values())))
     notes = [
         f"{name!r} of --add-tokens is left out: the tokenizer has it already, with the id {id}"
+        + ("; it gets a row in the embedding, the mean of the others" if id >= num_rows else "")
         for name, id in added.existing.items()
     ]
     if added.ids:
         num_old_rows = sum(id < num_rows for id in added.ids.values())
         notes.append(
-            f"{len(added.ids):,} tokens are added, with the ids {min(added.ids.values())} to {num_ids - 1}: "
-            f"{num_old_rows:,} have a row in the embedding already, which is kept; {max(0, num_ids - num_rows):,} rows are new, "
+            f"{len(added.ids):,} tokens are added, with the ids {min(added.ids.values())} to {max(added.ids.values())}: "
+            f"{num_old_rows:,} have a row in the embedding already, which is kept; {new_num_rows - num_rows:,} rows are new, "
             "the mean of the others"
         )
-    if num_ids > num_rows:
-        source = ExtendedSource(source, num_ids)
-    if num_ids >= num_rows:
-        data = dataclasses.replace(data, vocab_size=None)  # every row has an id
+    if new_num_rows > num_rows:
+        source = ExtendedSource(source, new_num_rows)
+    # Without a number of rows, each id has a row.
+    data = dataclasses.replace(data, vocab_size=None if new_num_rows == added.num_ids else new_num_rows)
     source.notes.extend(notes)
     return source, data
 

@@ -7,8 +7,8 @@
 --load names a model as for tools/generate_text.py: a --save folder, one checkpoint in it, a Hugging Face folder, or a checkpoint of
 Megatron-LM. A file is an indexed dataset (its path without .bin and .idx), or has a format that tools/preprocess_data.py reads: a
 text, which is one document, or records with the key "text" each, such as JSON lines. Documents are evaluated independently. The
-first token of a document is predicted from the token that begins a text (bos, or else the end-of-document token). A dataset that
-was written with another tokenizer is refused.
+first token of a document is predicted from the token that begins a text (bos, or the end-of-document token without a bos or with
+--no-add-bos). A dataset that was written with another tokenizer is refused.
 
 A document longer than the window is evaluated in several windows. Each window scores the next --stride tokens, and its other tokens
 are context. A smaller stride gives each token more context, and takes longer. Perplexity per byte is comparable between models with

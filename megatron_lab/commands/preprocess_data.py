@@ -326,13 +326,15 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
         screen.log(
             f"{summary.num_loss_tokens:,} tokens ({answer_share:.1%}) are answers, which count in the loss with --data-loss-mask"
         )
-    if summary.num_documents == len(args.json_keys):
+    # --json-keys may be empty, or name a prompt and an answer; each dataset of conversations has a loss mask.
+    num_datasets = len(summary.prefixes) // (1 if chat is None else 2)
+    if summary.num_documents == num_datasets:
         screen.log(
             "NOTE: the dataset is a single document, which --split of training cannot divide into training and validation data."
             + (" --cut-documents 20000 splits it into documents of at most 20,000 characters." if chat is None else "")
         )
     for dataset_index, prefix in enumerate(summary.prefixes):
-        is_mask = dataset_index >= len(args.json_keys)
+        is_mask = dataset_index >= num_datasets
         screen.log(f"wrote {prefix}.bin and {prefix}.idx" + ("" if is_mask else f", and {get_tokenizer_file(prefix)}"))
     return summary
 

@@ -58,9 +58,9 @@ class Perplexity:
 def compute_perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer: Tokenizer | None) -> Perplexity:
     """Score every token of the documents, and return the perplexity over all of them.
 
-    Each document is scored separately. The model first reads the token that starts a document (bos, or else eod), which is not
-    scored. A document that begins with this token gets no second one. Without a tokenizer this token is unknown, so the first token
-    of each document is not scored.
+    Each document is scored separately. The model first reads the token that starts a document (bos, or else eod; see
+    `Tokenizer.document_start`), which is not scored. A document that begins with this token gets no second one. Without a tokenizer
+    this token is unknown, so the first token of each document is not scored.
 
     Raises:
         ValueError: there is no token to score, or a token id is outside the vocabulary.

@@ -20,6 +20,8 @@ from typing import Any
 from megatron_lab.tokenizers.bpe_rules import read_json
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+COMPANION_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
+"""Files next to a tokenizer.json that can add tokens to it, or name its special tokens."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens, in the order in which transformers adds them (`SPECIAL_TOKENS_ATTRIBUTES`)."""
 _OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")

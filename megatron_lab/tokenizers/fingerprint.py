@@ -140,7 +140,9 @@ def compute_fingerprint(tokenizer: Tokenizer, config: DataConfig) -> TokenizerFi
     if tokenizer_type != "NullTokenizer":
         tokenizer.encode("")  # builds the encoder, and raises an error if a library is missing
         probes = {name: _hash_ids(tokenizer, text) for name, text in PROBE_TEXTS.items()}
-    return TokenizerFingerprint(tokenizer_type, file, tokenizer.vocab_size, tokenizer.eod, probes)
+    # Special tokens without a row in the embedding of one model have an id in the datasets of this tokenizer nevertheless.
+    num_ids = getattr(tokenizer, "num_ids", tokenizer.vocab_size)
+    return TokenizerFingerprint(tokenizer_type, file, num_ids, tokenizer.eod, probes)
 
 
 def _hash_ids(tokenizer: Tokenizer, text: str) -> str:

@@ -63,7 +63,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """Path of tokenizer.json."""
         file = read_tokenizer_json(path)
         self._special = find_special_ids(path, file.ids)
-        self.vocab_size = max(file.ids.values()) + 1
+        self.num_ids = max(file.ids.values()) + 1
+        """Number of ids, including those of special tokens without a row in the word embedding, which `vocab_size` leaves out."""
+        self.vocab_size = self.num_ids
         self.eod, self.bos, self.pad = self._special.eod, self._special.bos, self._special.pad
         self._frame = read_text_frame(file)
         self.prefix_ids, self.suffix_ids = self._frame
@@ -85,10 +87,10 @@ class HuggingFaceTokenizer(Tokenizer):
         left_out = {id: token for token, id in sorted(file.ids.items(), key=lambda item: item[1]) if id >= num_rows}
         if not left_out.keys() <= get_special_ids(file) - {self.eod, *self.prefix_ids, *self.suffix_ids}:
             return []
-        num_ids, self.vocab_size = self.vocab_size, num_rows
+        self.vocab_size = num_rows
         self.bos, self.pad = (None if id in left_out else id for id in (self.bos, self.pad))
         return [
-            f"the tokenizer has {num_ids:,} ids, the word embedding {num_rows:,} rows: no row for "
+            f"the tokenizer has {self.num_ids:,} ids, the word embedding {num_rows:,} rows: no row for "
             f"{format_names([f'{token} ({id})' for id, token in left_out.items()])}, which ordinary text never yields"
         ]
 

@@ -112,6 +112,48 @@ def test_tokens_that_exist_are_left_out(tmp_path: Path, capsys: Texts) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "num_rows", "vocab_size"), [("<image>", NUM_IDS + 1, NUM_IDS + 1), ("<audio>", NUM_IDS + 2, None)]
+)
+def test_a_token_without_a_row_gets_one(tmp_path: Path, capsys: Texts, name: str, num_rows: int, vocab_size: int | None) -> None:
+    """The tokenizer has two ids more than the embedding has rows."""
+    model = write_model(tmp_path / "model", NUM_IDS, tied=True)
+    names = ["<image>", "<audio>"]
+    write_json(model, {"eos_token": "<|endoftext|>", "extra_special_tokens": names}, "tokenizer_config.json")
+    assert tool("import", model, tmp_path / "base", "--add-tokens", write_tokens(tmp_path, [name])) == 0
+    id = NUM_IDS + names.index(name)
+    assert f"{name!r} of --add-tokens is left out: the tokenizer has it already, with the id {id}; it gets a row in" in (
+        capsys.readouterr().out
+    )
+    rows = open_source(tmp_path / "base").read("embedding.word.weight")
+    assert len(rows) == num_rows and torch.allclose(rows[NUM_IDS:], rows[:NUM_IDS].mean(0))
+    record = json.loads((tmp_path / "base/iter_0000000/config.json").read_text())
+    assert record["vocab_size"] == num_rows and record["config"]["data"]["vocab_size"] == vocab_size
+
+
+def test_adapters_of_a_model_with_new_rows_need_a_base_with_them(tmp_path: Path, capsys: Texts) -> None:
+    pytest.importorskip("peft")
+    model = write_model(tmp_path / "models--org--name" / "snapshots" / "abc", NUM_IDS, tied=True)
+    cache = model.parents[1]
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    assert tool("import", cache, tmp_path / "base", "--add-tokens", write_tokens(tmp_path, TOKENS)) == 0
+    model_flags = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "tokenizer_type", "vocab_size"))
+    source = {"use_checkpoint_args": True, "pretrained_checkpoint": tmp_path / "base", "save": tmp_path / "run"}
+    run(arguments(**model_flags, **source, train_iters=1, lr=1e-3, seq_length=16, lora_rank=2))
+    assert tool("export", tmp_path / "base", tmp_path / "extended") == 0
+    capsys.readouterr()
+    flags = ("--format", "peft", "--verify", "--peft-base")
+    reason = f"has {NUM_IDS} rows in its embedding, but the run has {NUM_IDS + 3}"
+    assert tool("export", tmp_path / "run", tmp_path / "no", *flags, cache) == 1
+    assert f"--peft-base {model} {reason}" in capsys.readouterr().err and not (tmp_path / "no").exists()
+    assert tool("export", tmp_path / "run", tmp_path / "adapters", *flags, tmp_path / "extended") == 0
+    told = capsys.readouterr().out
+    assert "note: " not in told and f"The base model is {tmp_path / 'extended'}" in told
+    assert tool("export", tmp_path / "run", tmp_path / "unnamed", "--format", "peft") == 0
+    assert f"note: the imported model {reason}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("", "contains no token"),

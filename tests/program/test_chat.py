@@ -224,7 +224,7 @@ def test_what_the_template_leaves_out_is_reported(tmp_path: Path, capsys: pytest
     ]
     assert all(f"NOTE: {line}\n" in told for line in lines)
     record = {"messages": [{"role": "user", "content": "a"}, answers[1] | {"reasoning": None}]}
-    argv[1] = _write_records(tmp_path / "in.jsonl", [record])
+    argv[1] = _write_records(tmp_path / "in.jsonl", [record] * 2)
     assert main(argv) == 0
     assert "NOTE" not in capsys.readouterr().err and not (tmp_path / "out_chat_notes.txt").exists()
 

@@ -30,6 +30,7 @@ from megatron_lab.tokenizers.fingerprint import read_dataset_fingerprint
 from tests.support.bpe_trainer import train_bpe, write_bpe
 from tests.support.cli import ROOT
 from tests.support.corpora import BYTES, JOB, SKIP, TEXTS, documents, expected_of, files_of, write_gz, write_lines, written
+from tests.support.vocabularies import tokenizer_json, write_json
 
 OTHERS = ["other", "texts"]
 
@@ -253,6 +254,27 @@ def test_a_damaged_part_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
         path.write_bytes(content[:-2] if damage == "cut" else content)
     assert preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume").num_resumed_shards == 2
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
+
+
+def test_files_next_to_a_tokenizer_json_belong_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that add tokens, also if only tokenizer.json is named; not the weights of a model and other files of the folder."""
+    sources = [write_lines(tmp_path / "in.jsonl")]
+    file = write_json(tmp_path / "model", tokenizer_json(train_bpe(TEXTS[0], 30), "gpt2"))
+    write_json(file.parent, {"eos_token": "<|endoftext|>"}, "tokenizer_config.json")
+    jobs = [
+        PreprocessJob(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path)), ("text",), True)
+        for path in (file, file.parent)
+    ]
+    stopped(tmp_path, monkeypatch, sources, jobs[0])
+    write_json(
+        file.parent, {"<new>": 1 + max(token["id"] for token in json.loads(file.read_text())["added_tokens"])}, "added_tokens.json"
+    )
+    for job in jobs:
+        with pytest.raises(ValueError, match="tokenizer model was .*number of token ids was"):
+            preprocess(sources, str(tmp_path / "out"), job, start_mode="resume")
+    (file.parent / "added_tokens.json").unlink()
+    (file.parent / "model.safetensors").write_bytes(b"weights")
+    assert preprocess(sources, str(tmp_path / "out"), jobs[1], start_mode="resume").num_resumed_shards == 3
 
 
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

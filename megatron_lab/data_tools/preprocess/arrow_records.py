@@ -5,7 +5,9 @@ Arrow IPC has two formats: the stream format, which `datasets` writes, and the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from megatron.config.optional_packages import import_optional
@@ -24,8 +26,7 @@ def check_columns(path: str, columns: Sequence[str], *, requires_strings: bool =
     """Check that an Arrow file has each of `columns` once.
 
     Args:
-        optional_keys: names of columns that the file need not have, and whose type is not checked.
-        requires_strings: whether the columns `keys` must have a string type.
+        requires_strings: whether these columns must have a string type.
 
     Raises:
         ValueError: the file is not an Arrow file or is damaged, or a column is missing or has another type.
@@ -162,7 +163,7 @@ def find_columns(
                 "of strings"
             )
         columns.append([field.name for field in fields])
-    return columns + [[key] if schema.names.count(key) == 1 else [] for key in optional_keys]
+    return columns + [[field.name for field in _find_fields(list(schema), key)] for key in optional_keys]
 
 
 def _find_fields(fields: Sequence[Any], key: str) -> list[Any]:
@@ -197,13 +198,57 @@ def get_column(batch: Any, names: Sequence[str]) -> Any:
 
 
 def to_values(column: Any) -> list[object]:
-    """Return the values of an Arrow array as Python objects. A string that is not valid UTF-8 is returned as bytes."""
+    """Return the values of an Arrow array as Python objects. A string that is not valid UTF-8 is returned as bytes.
+
+    All objects of a struct column have the same fields, so null fields in them are absent fields, which are left out. Values of
+    the type arrow.json, with which `datasets` stores objects of different fields, are parsed; their null fields are kept.
+    """
     import pyarrow
 
     try:
-        return list(column.to_pylist())
+        values = list(column.to_pylist())
     except UnicodeDecodeError:  # at least one value is invalid; the others are kept
-        return [_decode_or_keep(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
+        values = [_decode_or_keep(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
+    convert = _build_converter(column.type)
+    return values if convert is None else [convert(value) for value in values]
+
+
+def _build_converter(value_type: Any) -> Callable[[Any], object] | None:
+    """Return the function that leaves null fields out of a value of an Arrow type, and parses JSON in it. None: there are neither
+    fields nor JSON in values of the type."""
+    from pyarrow import types
+
+    if getattr(value_type, "extension_name", None) == "arrow.json":
+        return _parse_json_value
+    if types.is_struct(value_type):
+        converters = {field.name: _build_converter(field.type) for field in value_type}
+        return functools.partial(_convert_struct, converters=converters)
+    if types.is_list(value_type) or types.is_large_list(value_type) or types.is_fixed_size_list(value_type):
+        convert = _build_converter(value_type.value_type)
+        return None if convert is None else functools.partial(_convert_list, convert=convert)
+    return None
+
+
+def _convert_struct(
+    value: dict[str, Any] | None, converters: Mapping[str, Callable[[Any], object] | None]
+) -> dict[str, object] | None:
+    if value is None:
+        return None
+    return {
+        name: item if (convert := converters[name]) is None else convert(item) for name, item in value.items() if item is not None
+    }
+
+
+def _convert_list(values: list[Any] | None, convert: Callable[[Any], object]) -> list[object] | None:
+    return values and [convert(value) for value in values]
+
+
+def _parse_json_value(text: str | None) -> object:
+    """Return the value of a JSON text; a text that is not JSON is returned as it is."""
+    try:
+        return None if text is None else json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return text
 
 
 def _decode_or_keep(value: bytes | None) -> str | bytes | None:

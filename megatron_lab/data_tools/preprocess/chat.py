@@ -28,6 +28,7 @@ from megatron_lab.data_tools.preprocess.chat_rendering import ANSWER_END, ANSWER
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
 from megatron_lab.data_tools.preprocess.text_records import check_encodable
 from megatron_lab.tokenizers.bpe_rules import read_json
+from megatron_lab.tokenizers.companion_tokens import list_name_files
 from megatron_lab.tokenizers.tokenizer_json import read_completed_json, read_tokenizer_json
 
 NAMED_TEMPLATES = {
@@ -76,7 +77,7 @@ class ChatTemplate:
             ValueError: there is no template, or a file cannot be read.
         """
         tokenizer_config: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name in reversed(list_name_files(tokenizer.parent)):
             path = tokenizer.parent / name
             if path.is_file():
                 content = read_json(path, f"--chat-template: {path}", "a file of a Hugging Face tokenizer")

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_lab.data_tools.preprocess.chat_records import FORM_KEYS, find_form
 from megatron_lab.data_tools.preprocess.file_formats import split_format
+from megatron_lab.data_tools.preprocess.input_shards import detect_array
 from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding
 from megatron_lab.data_tools.preprocess.text_records import InputRange, get_parser, read_records
 
@@ -32,7 +33,11 @@ def find_first_form(
     Raises:
         ValueError: the record contains several conversations.
     """
-    for source in sources:
+    for untested_source in sources:
+        try:
+            source = detect_array(untested_source, RecordDecoder(text_encoding))
+        except (ValueError, OSError):
+            continue  # the conversion of the file reports the problem
         try:
             for record_index, record in _iter_first_records(source, text_encoding):
                 location = source.format_location(record_index)
@@ -51,9 +56,9 @@ def _iter_first_records(source: InputRange, text_encoding: TextEncoding) -> Iter
 
     If the file cannot be read, nothing is yielded: its conversion reports the problem.
     """
-    decoder, parse = RecordDecoder(text_encoding), get_parser(source.file_format)
     if split_format(source.file_format)[0] == "text" or not source.num_bytes:
         return
+    decoder, parse = RecordDecoder(text_encoding), get_parser(source.file_format)
     # The range of a parquet file is counted in row groups.
     first_range = dataclasses.replace(source, end=1) if source.file_format == "parquet" else source
     try:

@@ -136,12 +136,26 @@ def describe_form(keys: tuple[str, ...]) -> str:
     return f"lists of messages under the key {', '.join(map(repr, keys))}"
 
 
+def split_parent(keys: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the path of the object that contains nested keys, and the names of the keys in it: ("data.", ("messages",)) for
+    data.messages. The path is empty for keys of the record itself, and for keys of different objects."""
+    parents = {key.rpartition(".")[0] for key in keys}
+    parent = parents.pop() if len(parents) == 1 else ""
+    return (f"{parent}.", tuple(key.removeprefix(f"{parent}.") for key in keys)) if parent else ("", tuple(keys))
+
+
+def get_pair_form(keys: Sequence[str]) -> PairForm | None:
+    """Return the form of records with a prompt and an answer under these keys, which may be nested; None if there is none."""
+    return PAIR_FORMS.get(split_parent(keys)[1])
+
+
 @dataclass(frozen=True)
 class ChatReader:
     """Reader of the conversations of a record."""
 
     keys: tuple[str, ...]
-    """Keys of the record that contain conversations: lists of messages, or the two keys of a form of `PAIR_FORMS`."""
+    """Keys of the record that contain conversations: lists of messages, or the two keys of a form of `PAIR_FORMS`. Keys such as
+    data.messages are nested."""
     variables: frozenset[str] = frozenset()
     """Names of the variables that the chat template reads. Keys of a record with these names are reported if they do not reach the
     template."""
@@ -149,35 +163,43 @@ class ChatReader:
     @property
     def form(self) -> PairForm | None:
         """Form of the records, or None if each key contains a list of messages."""
-        return PAIR_FORMS.get(self.keys)
+        return get_pair_form(self.keys)
 
     @property
     def optional_keys(self) -> tuple[str, ...]:
-        """Keys that a record may have besides `keys`. Their values are read too."""
-        names = (*_TEMPLATE_KEYS, *_SYSTEM_KEYS, *_UNUSED_KEYS, *sorted(self.variables))
-        return tuple(name for name in dict.fromkeys(names) if name not in self.keys)
+        """Keys that a record may have besides `keys`. Their values are read too.
 
-    def read(self, values: Sequence[object], keys: Sequence[str], *, is_table: bool) -> list[Chat]:
+        For nested keys, they are those of the same object, followed by those of the record.
+        """
+        parent, _ = split_parent(self.keys)
+        names = (*_TEMPLATE_KEYS, *_SYSTEM_KEYS, *_UNUSED_KEYS, *sorted(self.variables))
+        outer_names = (*_TEMPLATE_KEYS, *_SYSTEM_KEYS) if parent else ()
+        return tuple(
+            name for name in dict.fromkeys((*(f"{parent}{name}" for name in names), *outer_names)) if name not in self.keys
+        )
+
+    def read(self, values: Sequence[object], keys: Sequence[str]) -> list[Chat]:
         """Convert a record to conversations: one for each key, or one if the keys contain a prompt and an answer.
 
         Args:
             values: value of each key; None for a key that the record does not have.
             keys: keys of the record.
-            is_table: whether the record is a row of a parquet or Arrow file. Its objects have the fields of the objects of all
-                rows, so null values in them mean that the field is absent.
 
         Raises:
             BadRecordError: the record is not a conversation.
         """
-        record = dict(zip(keys, values, strict=True))
-        if is_table:
-            record = {key: _drop_nulls(value) for key, value in record.items()}
+        parent, own_keys = split_parent(self.keys)
+        record: dict[str, Any] = {}
+        for key, value in zip(keys, values, strict=True):
+            name = key.removeprefix(parent)
+            if _is_absent(record.get(name)):
+                record[name] = value
         form = self.form
         if form is None:
-            chats = [_read_list(record[key], f"the value of key {key!r}") for key in self.keys]
+            chats = [_read_list(record[name], f"the value of key {parent + name!r}") for name in own_keys]
         else:
             chats = [_read_pair(record, form)]
-        used = {*self.keys, *_TEMPLATE_KEYS, *_SYSTEM_KEYS, *((*form.inputs, form.history) if form else ())}
+        used = {*own_keys, *_TEMPLATE_KEYS, *_SYSTEM_KEYS, *((*form.inputs, form.history) if form else ())}
         notes = [
             f"the key {name!r} of {{record}} is not passed to the template (its variables are tools, documents and those in "
             "chat_template_kwargs)"
@@ -207,13 +229,6 @@ class ChatReader:
 
 def _is_absent(value: object) -> bool:
     return value is None or value == "" or value == [] or value == {}
-
-
-def _drop_nulls(value: object) -> object:
-    """Return a value without the null fields of all objects in it."""
-    if isinstance(value, dict):
-        return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
-    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _parse_json(text: str, label: str) -> Any:

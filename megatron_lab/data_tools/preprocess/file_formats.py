@@ -10,8 +10,6 @@ FileFormat = str
 CONTENT_FORMATS = ("jsonl", "json", "parquet", "arrow", "csv", "text")
 """JSON lines, a JSON array of records, parquet, Arrow IPC, a table of text, and plain text (each file is one document)."""
 COMPRESSIONS = ("gz", "zst", "bz2", "xz")
-TYPED_FORMATS = ("parquet", "arrow")
-"""Tables whose columns have types. All rows have all columns, and all objects of a column all fields."""
 COMPRESSIBLE_FORMATS = ("jsonl", "json", "csv", "text")
 """Formats that are read from their start to their end. Parquet and Arrow compress their columns themselves."""
 DETECTED_FORMATS = ("csv", "text")

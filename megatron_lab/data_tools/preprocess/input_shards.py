@@ -211,6 +211,21 @@ def split_into_shards(
     return [*shards, InputShard(tuple(small_files))] if small_files else shards
 
 
+def detect_array(source: InputRange, decoder: RecordDecoder) -> InputRange:
+    """Return a file with the format json if its content is a JSON array, and jsonl if it is JSON lines. Other files, and empty
+    ones, are returned unchanged.
+
+    Args:
+        source: complete file.
+        decoder: decoder whose encoding is set to that of a JSON file.
+    """
+    content_format, compression = split_format(source.file_format)
+    if content_format not in ("jsonl", "json") or not source.num_bytes:
+        return source
+    is_array = starts_array(read_start(source.path, compression, DETECTION_BYTES), decoder)
+    return dataclasses.replace(source, file_format=join_format("json" if is_array else "jsonl", compression))
+
+
 def _split_file(
     source: InputRange, shard_size: int, columns: Sequence[str], requires_strings: bool, text_encoding: TextEncoding
 ) -> Iterator[InputRange]:
@@ -219,16 +234,13 @@ def _split_file(
     They are byte ranges of JSON lines, row groups of parquet, or the complete file for other formats. The content of a JSON file
     tells whether it consists of lines or of an array.
     """
+    decoder = RecordDecoder(text_encoding)
+    source = detect_array(source, decoder)
     content_format, compression = split_format(source.file_format)
-    has_lines = False
-    if content_format in ("jsonl", "json") and source.num_bytes:
-        decoder = RecordDecoder(text_encoding)
-        is_array = starts_array(read_start(source.path, compression, DETECTION_BYTES), decoder)
-        source = dataclasses.replace(source, file_format=join_format("json" if is_array else "jsonl", compression))
-        # From a byte on, lines cannot be found in UTF-16, for example.
-        can_split = source.num_bytes <= shard_size or has_one_byte_newlines(decoder.encoding)
-        has_lines = not is_array and compression is None and can_split
-    elif content_format == "csv":
+    # From a byte on, lines cannot be found in UTF-16, for example.
+    can_split = source.num_bytes <= shard_size or has_one_byte_newlines(decoder.encoding)
+    has_lines = source.file_format == "jsonl" and can_split and source.num_bytes
+    if content_format == "csv":
         check_csv_columns(source.path, compression, columns, text_encoding)
     elif content_format == "arrow":
         check_arrow_columns(source.path, columns, requires_strings=requires_strings)

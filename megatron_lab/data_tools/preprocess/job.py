@@ -13,7 +13,7 @@ from megatron.data.indexed_dataset import get_loss_mask_prefix, get_tokenizer_fi
 from megatron.data.indexed_writer import join_datasets, write_shuffled
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.chat_detection import find_first_form
-from megatron_lab.data_tools.preprocess.chat_records import KNOWN_FORMS, MESSAGES_KEY, PAIR_FORMS, describe_form
+from megatron_lab.data_tools.preprocess.chat_records import KNOWN_FORMS, MESSAGES_KEY, describe_form, get_pair_form
 from megatron_lab.data_tools.preprocess.engines import Engine
 from megatron_lab.data_tools.preprocess.file_formats import FileFormat
 from megatron_lab.data_tools.preprocess.input_shards import InputShard, find_sources, select_shard_size, split_into_shards
@@ -151,7 +151,7 @@ def _select_chat_keys(job: PreprocessJob, sources: Sequence[InputRange], log: Ca
             log(f"{location}: the records are {describe_form(keys)}; --json-keys sets other keys")
     return (
         dataclasses.replace(job, keys=(MESSAGES_KEY,), chat_keys=keys)
-        if keys in PAIR_FORMS
+        if get_pair_form(keys)
         else dataclasses.replace(job, keys=keys)
     )
 

@@ -10,6 +10,8 @@ from typing import Any
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
 
 _MISSING = object()
+_MESSAGE_FIELDS = {"role", "from"}
+"""Fields that tell who speaks: objects with one of them are the messages of a conversation."""
 _ADVICE_FOR_STRINGS = """ To read strings as texts, make them objects, such as with: jq -c '.[] | {text: .}' FILE"""
 
 
@@ -38,7 +40,10 @@ def select_values(record: Any, keys: Sequence[str], unit: str, optional_keys: Se
                 + _suggest_inner_records(record)
             )
         values.append(value)
-    return [*values, *map(record.get, optional_keys)]
+    for key in optional_keys:
+        value = _find_value(record, key)
+        values.append(None if value is _MISSING else value)
+    return values
 
 
 def _find_value(record: Mapping[str, Any], key: str) -> Any:
@@ -59,9 +64,10 @@ def iter_key_splits(key: str) -> Iterator[tuple[str, str]]:
 
 
 def _suggest_inner_records(record: Mapping[str, Any]) -> str:
-    """Return advice for an object around an array of records. It is empty for other objects."""
+    """Return advice for an object around an array of records. It is empty for other objects, such as a conversation."""
     for name, value in record.items():
-        if isinstance(value, list) and value and all(isinstance(inner, dict) for inner in value[:8]):
+        is_list = isinstance(value, list) and value and all(isinstance(inner, dict) for inner in value[:8])
+        if is_list and not _MESSAGE_FIELDS & value[0].keys():
             return (
                 f". If the records are the {len(value):,} objects under the key {name!r}, write them one per line, such as with: "
                 f"jq -c '.[{json.dumps(name)}][]' FILE"

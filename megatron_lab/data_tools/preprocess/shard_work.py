@@ -26,12 +26,13 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer, require_tokenize
 from megatron_lab.data_tools.preprocess.chat import ChatTemplate, get_encoder
 from megatron_lab.data_tools.preprocess.chat_records import Chat, ChatReader
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError, UndecodableRecordError
-from megatron_lab.data_tools.preprocess.file_formats import DETECTED_FORMATS, TYPED_FORMATS, split_format
+from megatron_lab.data_tools.preprocess.file_formats import DETECTED_FORMATS, split_format
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
-from megatron_lab.data_tools.preprocess.storage import compute_digest, explain_disk_full
+from megatron_lab.data_tools.preprocess.storage import compute_digest, compute_joint_digest, explain_disk_full
 from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding
 from megatron_lab.data_tools.preprocess.text_records import InputRange, ValueCheck, get_parser, parse_values, read_records
+from megatron_lab.tokenizers.companion_tokens import COMPANION_FILES
 
 FORMAT_VERSION = 1
 """Version of part files and reports. Files of another version are not reused."""
@@ -99,12 +100,17 @@ def _build_tokenizer(config: DataConfig, digests: tuple[tuple[str, str], ...]) -
 
 @functools.lru_cache(maxsize=1)
 def compute_file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
-    """Return (setting, hash of the file's content) for each tokenizer setting that names a file.
+    """Return (setting, hash of the file's content) for each tokenizer setting that names a file. The hash of a tokenizer.json
+    covers the files next to it that add tokens, but no other files of its folder, such as the weights of a model.
 
     The hashes are cached until `compute_file_digests.cache_clear()` is called.
     """
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        file = require_tokenizer_json(config.tokenizer_model, config.tokenizer_type)
+        files = [path for name in (file.name, *COMPANION_FILES) if (path := file.parent / name).is_file()]
+        return (("tokenizer_model", compute_joint_digest(files)),)
     paths = ((name, getattr(config, name)) for name in TOKENIZER_FILE_SETTINGS)
-    return tuple((name, compute_digest(path)) for name, path in paths if path is not None and Path(path).exists())
+    return tuple((name, compute_digest(path)) for name, path in paths if path is not None and Path(path).is_file())
 
 
 def get_document_end(job: PreprocessJob, tokenizer: Tokenizer) -> NDArray[np.integer]:
@@ -311,7 +317,7 @@ class _ShardBuilder:
             range_index: index of the range in the shard, for messages about invalid records.
         """
         parse, columns, count = get_parser(input_range.file_format), self._job.columns, 0
-        check, optional_columns = self._select_check(is_table=split_format(input_range.file_format)[0] in TYPED_FORMATS)
+        check, optional_columns = self._select_check()
         decoder = RecordDecoder(self._job.text_encoding)
         try:
             with closing(read_records(input_range, columns, self._report_progress, decoder, optional_columns)) as range_records:
@@ -342,12 +348,12 @@ class _ShardBuilder:
         self._report.num_bytes += input_range.num_bytes
         self._report_progress(0)
 
-    def _select_check(self, *, is_table: bool) -> tuple[ValueCheck, tuple[str, ...]]:
+    def _select_check(self) -> tuple[ValueCheck, tuple[str, ...]]:
         """Return the function that checks the values of a record, and the keys that it needs besides `PreprocessJob.columns`."""
         if self._job.chat is None:
             return parse_values, ()
         reader = ChatReader(self._job.columns, get_encoder(self._job.chat, self._job.tokenizer_file).variables)
-        return functools.partial(reader.read, is_table=is_table), reader.optional_keys
+        return reader.read, reader.optional_keys
 
     def finish(self) -> ShardReport:
         """Write the documents that are still in memory to the datasets, and return the report of the shard."""

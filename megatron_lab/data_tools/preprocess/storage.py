@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -201,10 +201,12 @@ def explain_disk_full(folder: str, remedy: str) -> Iterator[None]:
         raise ValueError(f"{folder}: {_DISK_FULL_ERRORS[error.errno]} ({error}).\n  {remedy}") from error
 
 
+def compute_joint_digest(files: Iterable[Path]) -> str:
+    """Return a hash of the names and contents of several files."""
+    return xxhash.xxh3_128_hexdigest("".join(f"{file.name}\0{compute_digest(file)}\0" for file in files).encode())
+
+
 def compute_digest(path: str | Path) -> str:
-    """Return the xxh3 hash of a file's content. For a folder, the hash covers the names and contents of all files in it."""
-    if Path(path).is_dir():
-        files = sorted(file for file in Path(path).iterdir() if file.is_file())
-        return xxhash.xxh3_128_hexdigest("".join(f"{file.name}\0{compute_digest(file)}\0" for file in files).encode())
+    """Return the xxh3 hash of a file's content."""
     with open_regular(path) as file:
         return hashlib.file_digest(cast(io.RawIOBase, file), xxhash.xxh3_128).hexdigest()

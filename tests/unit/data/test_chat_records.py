@@ -17,10 +17,10 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [{"type": "function
 TOOLS = [{"type": "function", "function": {"name": "w"}}]
 
 
-def read(record: dict[str, Any], *keys: str, is_table: bool = False, variables: frozenset[str] = frozenset()) -> Chat:
+def read(record: dict[str, Any], *keys: str, variables: frozenset[str] = frozenset()) -> Chat:
     reader = ChatReader(keys or find_form(record, "here") or ("messages",), variables)
     names = [*reader.keys, *reader.optional_keys]
-    (chat,) = reader.read([record.get(name) for name in names], names, is_table=is_table)
+    (chat,) = reader.read([record.get(name) for name in names], names)
     return chat
 
 
@@ -84,13 +84,12 @@ def test_variables_come_from_the_record(tools: object) -> None:
     assert read({"dialog": [QUESTION]}, "dialog").messages == [QUESTION]
 
 
-def test_null_fields_of_tables_are_absent() -> None:
-    """Of lines of JSON only those of messages, as in transformers: a null may be an argument."""
+def test_only_null_fields_of_messages_are_absent() -> None:
+    """As in transformers: a null may be an argument."""
     arguments = {"city": "Paris", "day": None}
-    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "w", "arguments": arguments}}]}
-    for is_table in (True, False):
-        (found,) = read({"messages": [message]}, is_table=is_table).messages
-        assert found["tool_calls"][0]["function"]["arguments"] == ({"city": "Paris"} if is_table else arguments)
+    message = {"role": "assistant", "name": None, "tool_calls": [{"function": {"name": "w", "arguments": arguments}}]}
+    (found,) = read({"messages": [message]}).messages
+    assert "name" not in found and found["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 @pytest.mark.parametrize(

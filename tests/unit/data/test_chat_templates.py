@@ -45,6 +45,25 @@ def encoder(folder: Path, template: str) -> ChatEncoder:
     return ChatEncoder(ChatTemplate.load(path, None, DATE), path)
 
 
+@pytest.mark.parametrize("has_decoder", [False, True])
+def test_names_of_special_tokens_come_from_the_files_that_transformers_prefers(tmp_path: Path, has_decoder: bool) -> None:
+    """Without added_tokens_decoder, those of special_tokens_map.json."""
+    path = write_tokenizer(tmp_path, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    flags = {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), "special": True}
+    tokens = {token["id"]: token["content"] for token in json.loads(path.read_text())["added_tokens"]}
+    decoder = {str(id): {"content": content, **flags} for id, content in tokens.items()}
+    config |= {"bos_token": "<|im_start|>", "pad_token": None, **({"added_tokens_decoder": decoder} if has_decoder else {})}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}))
+    chat = [user("hi")]
+    prompt = ChatEncoder(ChatTemplate.load(path, None, DATE), path).render_prompt(Chat(chat), add_generation_prompt=False)
+    assert prompt.replace("None", "") == transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        chat, tokenize=False
+    )
+    assert prompt.startswith("<|im_start|>" if has_decoder else "<|endoftext|>")
+
+
 def learned(folder: Path, encoded: EncodedChat) -> list[list[str]]:
     """The texts that are learned in each document."""
     tokenizer = HuggingFaceTokenizer(folder / "tokenizer.json")

@@ -199,6 +199,9 @@ def test_an_object_around_the_records_is_refused_with_what_to_do(tmp_path: Path)
         ValueError, match=r"the 2 objects under the key 'data', write them one per line, .*jq -c '\.\[\"data\"\]\[\]'"
     ):
         convert(tmp_path, source)
+    conversation = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(ValueError, match=r"no key 'text' .*, or correct the record$|correct the record\n"):
+        convert(tmp_path, save(source, json.dumps([conversation]).encode()))
     save(source, json.dumps(content, indent=1).encode())
     with pytest.raises(ValueError, match=r"in\.json:1: the line is only '{', .*jq -c \. FILE"):
         convert(tmp_path, source)

@@ -115,6 +115,16 @@ def test_added_tokens_keep_old_datasets_readable(tmp_path: Path) -> None:
     assert problem is None and warning is not None and f"the {old.num_ids} ids here lack tokens" in warning
 
 
+def test_special_tokens_without_a_row_in_a_model_are_no_difference(tmp_path: Path) -> None:
+    """Of a model with fewer rows than ids, such as Gemma 3, and the datasets that were written with its tokenizer."""
+    config = hugging_face(tmp_path, add_tokens("<image>"))
+    dataset = get_fingerprint(config)
+    model = dataclasses.replace(config, vocab_size=dataset.num_ids - 1)
+    assert build_tokenizer(model).vocab_size == dataset.num_ids - 1
+    assert get_fingerprint(model) == dataset
+    assert compare_dataset(dataset, get_fingerprint(model), uses_eod=True) == (None, None)
+
+
 def test_another_end_of_document_is_a_problem_only_where_it_is_used(tmp_path: Path) -> None:
     base = get_fingerprint(hugging_face(tmp_path / "base"))
     chat = get_fingerprint(hugging_face(tmp_path / "chat", add_tokens("<|im_end|>"), eos="<|im_end|>"))

@@ -165,6 +165,16 @@ def test_prompts_evaluation_and_the_python_interface_follow_the_file(tmp_path: P
     assert _prepare(stored, get_document_prefix(tokenizer)) == ([BOS, *plain, END], 1)
 
 
+def test_without_bos_a_document_starts_after_the_end_of_another(tmp_path: Path) -> None:
+    """As in a dataset that was written with --no-add-bos --append-eod."""
+    config = dataclasses.replace(write_tokenizer(tmp_path, PROCESSORS["bos"]()), add_bos=False)
+    tokenizer = build_tokenizer(config)
+    assert tokenizer.bos == BOS and encode_prompt(tokenizer, "") == [END]
+    (tmp_path / "text.txt").write_text(TEXT)
+    (document,) = read_documents(str(tmp_path / "text.txt"), tokenizer)
+    assert _prepare(document, get_document_prefix(tokenizer)) == ([END, *tokenizer.encode_segment(TEXT).tolist()], 1)
+
+
 @pytest.mark.parametrize(("name", "add_bos"), [("bos", False), ("none", True), ("bos and eos", False), ("bos", None)])
 def test_an_export_gives_the_ids_of_the_run(tmp_path: Path, name: str, add_bos: bool | None) -> None:
     transformers = pytest.importorskip("transformers")
