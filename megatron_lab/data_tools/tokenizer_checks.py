@@ -138,6 +138,8 @@ def compare_dataset(
     if stored.eod != current.eod:
         text = f"{stored}, but documents end with the id {current.eod:,} here"
         return (text, None) if uses_eod else (None, text)
+    if (unlike := stored.find_renamed(current) or stored.find_other_prefix(current)) is not None:
+        return None, f"{stored}, in which {unlike} as here"
     if stored.num_ids > current.num_ids:
         return None, f"{stored}; the {current.num_ids:,} ids here lack tokens that the dataset may contain"
     return None, None
@@ -186,4 +188,6 @@ def check_weights(config: Config, config_json: Mapping[str, Any], source: str) -
         return [f"WARNING: {message} ({ALLOW_FLAG})"]
     if stored.eod != current.eod:
         return [f"WARNING: the checkpoint's tokenizer is {stored}, but documents end with the id {current.eod:,} in this run"]
+    if (unlike := stored.find_renamed(current) or stored.find_other_prefix(current)) is not None:
+        return [f"WARNING: the checkpoint's tokenizer is {stored}, in which {unlike} as in this run"]
     return []

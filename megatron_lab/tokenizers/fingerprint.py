@@ -14,8 +14,9 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,11 @@ PROBES_VERSION = 1
 """Version of `PROBE_TEXTS`. Fingerprints of different versions are not compared."""
 CONFIG_ENTRY = "tokenizer_fingerprint"
 """Entry of the fingerprint in config.json of a checkpoint."""
+_PLACEHOLDER = re.compile("unused|reserved|extra_id|placeholder|dummy", re.IGNORECASE)
+"""Part of the names of added tokens without a meaning, which stand for tokens that are added later. Two tokenizers may have
+different names for such an id."""
 _MAX_NAMED_PROBES = 4
+_MAX_NAMED_TOKENS = 3
 _MAX_FILE_BYTES = 1 << 20
 
 
@@ -78,6 +83,11 @@ class TokenizerFingerprint:
     program has made."""
     version: int = PROBES_VERSION
     """Version of the probe texts."""
+    added_tokens: dict[str, str] = field(default_factory=dict)
+    """Text of each added token of tokenizer.json, such as the tokens of turns, by its id. Placeholders such as ``<unused7>`` are
+    left out. Empty for tokenizers in other formats."""
+    prefix_ids: list[int] | None = None
+    """Ids that the tokenizer puts before each text, such as bos (`Tokenizer.prefix_ids`). None if they are not known."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fingerprint in JSON types."""
@@ -123,6 +133,29 @@ class TokenizerFingerprint:
         named = ", ".join(names[:_MAX_NAMED_PROBES]) + (", ..." if len(names) > _MAX_NAMED_PROBES else "")
         return f"other ids for {len(names)} of {len(self.probes)} probe texts ({named})"
 
+    def find_other_prefix(self, other: TokenizerFingerprint) -> str | None:
+        """Describe the ids before each text if they differ between this tokenizer and another one. Return None if they are equal or
+        not known."""
+        if self.prefix_ids is None or other.prefix_ids is None or self.prefix_ids == other.prefix_ids:
+            return None
+        first, second = (f"with {ids}" if ids else "without bos" for ids in (self.prefix_ids, other.prefix_ids))
+        return f"texts begin {first}, not {second}"
+
+    def find_renamed(self, other: TokenizerFingerprint) -> str | None:
+        """Describe the ids that are different added tokens in this tokenizer and another one. Return None if there are none.
+
+        Ordinary texts do not have these ids, but conversations do.
+        """
+        renamed = [
+            f"{id} is {name!r}, not {other.added_tokens[id]!r}"
+            for id, name in self.added_tokens.items()
+            if other.added_tokens.get(id, name) != name
+        ]
+        if not renamed:
+            return None
+        subject = "the id" if len(renamed) == 1 else f"{len(renamed)} ids of added tokens differ: the id"
+        return f"{subject} {', '.join(renamed[:_MAX_NAMED_TOKENS])}" + (", ..." if len(renamed) > _MAX_NAMED_TOKENS else "")
+
 
 def compute_fingerprint(tokenizer: Tokenizer, config: DataConfig) -> TokenizerFingerprint:
     """Encode the probe texts with a tokenizer, and return its fingerprint.
@@ -142,7 +175,10 @@ def compute_fingerprint(tokenizer: Tokenizer, config: DataConfig) -> TokenizerFi
         probes = {name: _hash_ids(tokenizer, text) for name, text in PROBE_TEXTS.items()}
     # Special tokens without a row in the embedding of one model have an id in the datasets of this tokenizer nevertheless.
     num_ids = getattr(tokenizer, "num_ids", tokenizer.vocab_size)
-    return TokenizerFingerprint(tokenizer_type, file, num_ids, tokenizer.eod, probes)
+    added_tokens = {str(id): name for id, name in getattr(tokenizer, "added_tokens", {}).items() if not _PLACEHOLDER.search(name)}
+    return TokenizerFingerprint(
+        tokenizer_type, file, num_ids, tokenizer.eod, probes, PROBES_VERSION, added_tokens, [*tokenizer.prefix_ids]
+    )
 
 
 def _hash_ids(tokenizer: Tokenizer, text: str) -> str:
@@ -249,7 +285,8 @@ def merge_fingerprints(prefixes: Sequence[str]) -> tuple[TokenizerFingerprint | 
     """Return the fingerprint of the dataset that joins several datasets. Of compatible tokenizers, it is the one with the most ids.
 
     Returns:
-        the fingerprint, or None if that of a dataset is unknown; and a message for the user in the latter case.
+        the fingerprint, or None if that of a dataset is unknown; and a message for the user in the latter case, and if tokenizers
+        differ in an added token or in the ids before each text.
 
     Raises:
         ValueError: datasets were written with different tokenizers.
@@ -259,6 +296,7 @@ def merge_fingerprints(prefixes: Sequence[str]) -> tuple[TokenizerFingerprint | 
     if not known:
         return None, None
     first_prefix, first = next(iter(known.items()))
+    message = None
     for prefix, fingerprint in known.items():
         if not fingerprint.is_comparable(first):
             if (fingerprint.tokenizer_type, fingerprint.num_ids) == (first.tokenizer_type, first.num_ids):
@@ -270,6 +308,8 @@ def merge_fingerprints(prefixes: Sequence[str]) -> tuple[TokenizerFingerprint | 
         difference = fingerprint.find_difference(first)
         if difference is None and fingerprint.eod != first.eod:
             difference = f"documents end with the id {fingerprint.eod:,}, not {first.eod:,}"
+        if (unlike := fingerprint.find_renamed(first) or fingerprint.find_other_prefix(first)) is not None:
+            message = f"the tokenizer of {prefix} differs from that of {first_prefix}: {unlike}"
         if difference is not None:
             raise ValueError(
                 f"{prefix} was written with another tokenizer than {first_prefix}: {difference}.\n"
@@ -279,4 +319,4 @@ def merge_fingerprints(prefixes: Sequence[str]) -> tuple[TokenizerFingerprint | 
     if len(known) < len(stored):
         missing = next(prefix for prefix in prefixes if prefix not in known)
         return None, f"{missing} has no fingerprint of its tokenizer, so the result has none"
-    return max(known.values(), key=lambda fingerprint: fingerprint.num_ids), None
+    return max(known.values(), key=lambda fingerprint: fingerprint.num_ids), message

@@ -65,6 +65,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._special = find_special_ids(path, file.ids)
         self.num_ids = max(file.ids.values()) + 1
         """Number of ids, including those of special tokens without a row in the word embedding, which `vocab_size` leaves out."""
+        self.added_tokens = {token["id"]: token["content"] for token in file.added}
+        """Text of each added token, by its id."""
         self.vocab_size = self.num_ids
         self.eod, self.bos, self.pad = self._special.eod, self._special.bos, self._special.pad
         self._frame = read_text_frame(file)

@@ -28,14 +28,17 @@ from megatron_lab.tokenizers.fingerprint import (
     compute_fingerprint,
     format_dataset_fingerprint,
     get_fingerprint,
+    merge_fingerprints,
     read_dataset_fingerprint,
     write_dataset_fingerprint,
 )
+from megatron_lab.tokenizers.text_frame import TextFrame, build_template_processor
 from tests.support.bpe_trainer import train_bpe, write_bpe
 from tests.support.vocabularies import BPE, SOURCES, TEXT, sentencepiece, tokenizer_json, write_json
 
 BYTES = DataConfig(tokenizer_type="ByteTokenizer")
 END = BPE.vocabulary["<|endoftext|>"]
+FRAME = TextFrame((END,))
 
 
 def gpt2(folder: Path, text: str = TEXT) -> DataConfig:
@@ -123,6 +126,43 @@ def test_special_tokens_without_a_row_in_a_model_are_no_difference(tmp_path: Pat
     assert build_tokenizer(model).vocab_size == dataset.num_ids - 1
     assert get_fingerprint(model) == dataset
     assert compare_dataset(dataset, get_fingerprint(model), uses_eod=True) == (None, None)
+
+
+def test_another_token_with_the_same_id_is_a_warning(tmp_path: Path) -> None:
+    """Placeholders get another name when a token takes their id, and are no difference."""
+    first = get_fingerprint(hugging_face(tmp_path / "first", add_tokens("<|user|>", "<unused1>", "<|tool|>")))
+    second = get_fingerprint(hugging_face(tmp_path / "second", add_tokens("<|user|>", "<|im_start|>", "<|im_end|>")))
+    assert first.added_tokens == {
+        f"{END}": "<|endoftext|>",
+        f"{END + 1}": "<think>",
+        f"{END + 2}": "<|user|>",
+        f"{END + 4}": "<|tool|>",
+    }
+    assert compare_dataset(first, second, uses_eod=True) == (
+        None,
+        f"{first}, in which the id {END + 4} is '<|tool|>', not '<|im_end|>' as here",
+    )
+    for prefix, fingerprint in (("a", first), ("b", second)):
+        write_dataset_fingerprint(str(tmp_path / prefix), fingerprint)
+    merged, message = merge_fingerprints([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert merged == first and message is not None and message.endswith(f": the id {END + 4} is '<|im_end|>', not '<|tool|>'")
+    older = {name: value for name, value in second.to_json().items() if name != "added_tokens"}
+    assert compare_dataset(TokenizerFingerprint.from_json(older, "older"), first, uses_eod=True) == (None, None)
+
+
+def test_other_ids_before_texts_are_a_warning(tmp_path: Path) -> None:
+    """As of a dataset that was written with --no-add-bos, in a run whose tokenizer puts bos before texts."""
+    config = hugging_face(
+        tmp_path, lambda content: content.update(post_processor=build_template_processor(FRAME, {END: "<|endoftext|>"}))
+    )
+    with_bos, without = get_fingerprint(config), get_fingerprint(dataclasses.replace(config, add_bos=False))
+    assert (with_bos.prefix_ids, without.prefix_ids) == ([END], [])
+    assert compare_dataset(without, with_bos, uses_eod=True) == (
+        None,
+        f"{without}, in which texts begin without bos, not with [{END}] as here",
+    )
+    assert compare_dataset(with_bos, with_bos, uses_eod=True) == (None, None)
+    assert compare_dataset(dataclasses.replace(without, prefix_ids=None), with_bos, uses_eod=True) == (None, None)
 
 
 def test_another_end_of_document_is_a_problem_only_where_it_is_used(tmp_path: Path) -> None:
