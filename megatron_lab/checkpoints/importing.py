@@ -256,6 +256,7 @@ def _read_new_tokens(args: argparse.Namespace, source: WeightSource, tokenizer: 
 def _add_tokens(source: WeightSource, data: DataConfig, tokens: Sequence[NewToken]) -> tuple[WeightSource, DataConfig]:
     """Add tokens to the copied tokenizer, and rows for them to the weights. Return both, with notes for the user in the source."""
     from megatron_lab.checkpoints.added_tokens import ExtendedSource, add_to_tokenizer
+    from megatron_lab.data_tools.preprocess.text_encoding import format_count
 
     added = add_to_tokenizer(Path(str(data.tokenizer_model)), tokens)
     num_rows = source.vocab_size
@@ -266,11 +267,12 @@ def _add_tokens(source: WeightSource, data: DataConfig, tokens: Sequence[NewToke
         for name, id in added.existing.items()
     ]
     if added.ids:
+        first, last = min(added.ids.values()), max(added.ids.values())
         num_old_rows = sum(id < num_rows for id in added.ids.values())
         notes.append(
-            f"{len(added.ids):,} tokens are added, with the ids {min(added.ids.values())} to {max(added.ids.values())}: "
-            f"{num_old_rows:,} have a row in the embedding already, which is kept; {new_num_rows - num_rows:,} rows are new, "
-            "the mean of the others"
+            f"--add-tokens adds {format_count(len(added.ids), 'token')}, id {first}{f' to {last}' if last > first else ''}, with "
+            f"{format_count(num_old_rows, 'old row')} of the embedding, which keep their values, and "
+            f"{format_count(new_num_rows - num_rows, 'new row')}, the mean of the others"
         )
     if new_num_rows > num_rows:
         source = ExtendedSource(source, new_num_rows)

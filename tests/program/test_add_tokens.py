@@ -48,7 +48,7 @@ def test_export_equals_the_extension_by_transformers(tied: bool, tmp_path: Path,
     words = ("--add-tokens", write_tokens(tmp_path, TOKENS), "--verify")
     assert tool("import", model, tmp_path / "base", *words) == 0
     told = capsys.readouterr().out
-    assert f"3 tokens are added, with the ids {NUM_IDS} to {NUM_IDS + 2}: 0 have a row" in told and "3 rows are new" in told
+    assert f"adds 3 tokens, id {NUM_IDS} to {NUM_IDS + 2}, with 0 old rows" in told and "3 new rows, the mean" in told
     assert tool("export", tmp_path / "base", tmp_path / "out", "--verify") == 0
 
     theirs = opened(model)
@@ -87,7 +87,7 @@ def test_unused_rows_are_taken_first(tmp_path: Path, capsys: Texts) -> None:
     model = write_model(tmp_path / "model", NUM_IDS + 2, tied=True)
     old = opened(model).get_input_embeddings().weight.detach()
     assert tool("import", model, tmp_path / "base", "--add-tokens", write_tokens(tmp_path, TOKENS)) == 0
-    assert "2 have a row in the embedding already, which is kept; 1 rows are new" in capsys.readouterr().out
+    assert "with 2 old rows of the embedding, which keep their values, and 1 new row, the mean" in capsys.readouterr().out
     rows = open_source(tmp_path / "base").read("embedding.word.weight")
     assert torch.equal(rows[:-1], old) and torch.allclose(rows[-1], old.mean(0)) and len(rows) == NUM_IDS + 3
     record = json.loads((tmp_path / "base/iter_0000000/config.json").read_text())
@@ -95,7 +95,7 @@ def test_unused_rows_are_taken_first(tmp_path: Path, capsys: Texts) -> None:
 
     many = write_model(tmp_path / "many", NUM_IDS + 50, tied=True)
     assert tool("import", many, tmp_path / "other", "--add-tokens", write_tokens(tmp_path, TOKENS)) == 0
-    assert "3 have a row in the embedding already, which is kept; 0 rows are new" in capsys.readouterr().out
+    assert "with 3 old rows of the embedding, which keep their values, and 0 new rows, the mean" in capsys.readouterr().out
     assert open_source(tmp_path / "other").vocab_size == NUM_IDS + 50
     config = json.loads((tmp_path / "other/tokenizer/tokenizer_config.json").read_text())
     assert config["added_tokens_decoder"][str(NUM_IDS + 1)]["content"] == "<|turn|>"
@@ -108,7 +108,7 @@ def test_tokens_that_exist_are_left_out(tmp_path: Path, capsys: Texts) -> None:
     assert tool("import", model, tmp_path / "base", "--add-tokens", file) == 0
     told = capsys.readouterr().out
     assert f"'<think>' of --add-tokens is left out: the tokenizer has it already, with the id {END + 1}" in told
-    assert f"1 tokens are added, with the ids {NUM_IDS} to {NUM_IDS}" in told
+    assert f"adds 1 token, id {NUM_IDS}, with 0 old rows of the embedding" in told
 
 
 @pytest.mark.parametrize(
