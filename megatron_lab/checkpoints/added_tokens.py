@@ -67,7 +67,9 @@ def read_new_tokens(path: Path) -> list[NewToken]:
     for place, item in zip(places, items, strict=True):
         token = _parse_token(f"--add-tokens {path}, {place}", item)
         if token.content in tokens:
-            raise ValueError(f"--add-tokens {path}, {place}: {token.content!r} is in the file twice. Remove one of them")
+            raise ValueError(
+                f"--add-tokens {path}, {place}: the file has the token {token.content!r} twice. Remove one line or item"
+            )
         tokens[token.content] = token
     if not tokens:
         raise ValueError(f"--add-tokens {path} contains no token. Write one token per line")

@@ -51,9 +51,9 @@ class FiniteCheck:
         return read_and_count
 
     def describe(self) -> str:
-        """Return a sentence about the tensors that have values that are not finite; empty if there are none.
+        """Return a sentence about the tensors that have NaN or infinite values; empty if all values are finite.
 
-        The tensors have the names that they have in the files of the source, followed by the name of the parameter if it differs.
+        Each tensor has its name in the files of the source, followed by the name of the parameter if the two names differ.
         """
         lines = []
         for full_name, count in self._counts.items():
@@ -87,8 +87,7 @@ class FiniteCheck:
 
 
 def describe_nonfinite_weights(source: WeightSource) -> str:
-    """Read all weights of a source, and return a sentence about those that have values that are not finite; empty if there are
-    none."""
+    """Read all weights of a source, and return a sentence about those with NaN or infinite values; empty if all are finite."""
     check = FiniteCheck(source)
     read = check.wrap(lambda full_name, tensor_slice: source.read(full_name.removeprefix(f"{WEIGHT}."), tensor_slice))
     for name, info in source.weights.items():

@@ -123,8 +123,8 @@ def _copy_tokenizer_files(
     Args:
         tokenizer_config: content of the new tokenizer_config.json. If the source folder has this file, only `model_max_length` is
             used, and only if that of the source is smaller.
-        templates: chat templates by name. They are written both as jinja files and into tokenizer_config.json, for newer and older
-            versions of transformers and for programs that read only one of them.
+        templates: chat templates by name. Newer versions of transformers read the written jinja files, older versions the field of
+            tokenizer_config.json; some programs read only one of the two.
     """
     shutil.copyfile(file, folder / "tokenizer.json")
     replaced_files = () if templates == read_chat_templates(file.parent) else (TEMPLATE_FILE, _PROCESSOR_TEMPLATE)

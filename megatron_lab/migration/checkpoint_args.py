@@ -114,14 +114,14 @@ def _is_checkpoint_field(topic: str, field: str) -> bool:
 def _select_checkpoint(checkpoint: CheckpointConfig) -> tuple[str, Config, int | None, bool]:
     """Select the checkpoint from which the run starts.
 
-    It is a checkpoint in the folder of --load or, if that folder has none, in the folder of --pretrained-checkpoint.
+    A checkpoint in the folder of --load precedes a checkpoint in the folder of --pretrained-checkpoint.
 
     Returns:
         Location of the checkpoint, its settings, the number of rows of its word embedding (None if it is not recorded), and whether
             the run uses only its weights.
 
     Raises:
-        ConfigError: there is no checkpoint, or no checkpoint has settings that can be read.
+        ConfigError: neither folder has a checkpoint with settings that can be read.
     """
     load, pretrained = checkpoint.load, checkpoint.pretrained_checkpoint
     if load is not None and checkpoint.ckpt_step is not None:

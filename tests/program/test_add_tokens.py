@@ -157,7 +157,7 @@ def test_adapters_of_a_model_with_new_rows_need_a_base_with_them(tmp_path: Path,
     ("content", "reason"),
     [
         ("", "contains no token"),
-        ("a\nb\na\n", "line 3: 'a' is in the file twice"),
+        ("a\nb\na\n", "line 3: the file has the token 'a' twice"),
         ('["a", {"special": true}]', "item 1: {'special': True} is not a token"),
         ('[{"content": "a", "special": "yes"}]', "item 0: special = 'yes' is not an option"),
         ('[{"content": "a", "colour": true}]', "item 0: colour = True is not an option"),
