@@ -23,13 +23,22 @@ def read_eos_ids(folder: Path) -> list[int]:
     the files and without repetition.
 
     A single id in config.json counts only if generation_config.json has none, as in transformers, which writes the default of the
-    model's class there if nobody has set it.
+    model's class there if nobody has set it. Negative ids, with which some models say that they have no such token, do not count.
+
+    Raises:
+        ValueError: a value is not an id or a list of ids.
     """
     ids: list[int] = []
     for name in (GENERATION_CONFIG, _MODEL_CONFIG):
         value = _read_object(folder / name).get("eos_token_id")
-        values = value if isinstance(value, list) else [] if ids else [value]
-        ids += [id for id in dict.fromkeys(values) if type(id) is int and id >= 0 and id not in ids]
+        listed_ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(id) is not int for id in listed_ids):
+            raise ValueError(
+                f"{folder / name}: eos_token_id is {value!r}, but must be an id or a list of ids. Correct the file, since a text "
+                "would not end at its last token"
+            )
+        if isinstance(value, list) or not ids:
+            ids += [id for id in dict.fromkeys(listed_ids) if id >= 0 and id not in ids]
     return ids
 
 
