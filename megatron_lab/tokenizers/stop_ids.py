@@ -50,6 +50,12 @@ def find_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; an empty dictionary if there is no file, or it does not contain an object."""
+    """Return the content of a JSON file; an empty dictionary if there is no file.
+
+    Raises:
+        ValueError: the file does not contain a JSON object.
+    """
     content = read_json(path, str(path), "a JSON object") if path.is_file() else {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must contain a JSON object. Correct the file, or remove it")
+    return content

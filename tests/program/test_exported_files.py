@@ -134,6 +134,34 @@ def test_stop_tokens_that_are_no_ids_are_refused(llama: Path, tmp_path: Path, ca
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("tokenizer_config.json", {"eos_token": {"content": 3}}, "eos_token is {'content': 3}, but must be a text"),
+        ("tokenizer_config.json", {"eos_token": ["a"]}, "eos_token is ['a'], but must be a text"),
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>", "chat_template": 3}, "chat_template has 3, but must be a text"),
+        (
+            "tokenizer_config.json",
+            {"eos_token": "<|endoftext|>", "chat_template": [{"name": "a"}]},
+            "chat_template has {'name': 'a'}",
+        ),
+        ("config.json", {"bos_token_id": "x"}, "bos_token_id is 'x', but must be an id or a list of ids"),
+        ("generation_config.json", {"pad_token_id": True}, "pad_token_id is True, but must be an id"),
+        ("generation_config.json", [], "must contain a JSON object"),
+    ],
+    ids=str,
+)
+def test_files_of_another_form_are_refused(
+    llama: Path, tmp_path: Path, capsys: Texts, file: str, content: Any, reason: str
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "model")
+    former = read_json(folder / file) if file == "config.json" else {}
+    write_json(folder, former | content if isinstance(content, dict) else content, file)
+    assert tool("export", folder, tmp_path / "out") == 1
+    assert reason in (said := capsys.readouterr().err) and file in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_eos_token_that_only_an_id_names_gets_its_name(llama: Path, tmp_path: Path, capsys: Texts) -> None:
     folder = shutil.copytree(llama, tmp_path / "model")
     write_tokenizer(folder, eos_token=None, extra_special_tokens=["<|call|>"])
