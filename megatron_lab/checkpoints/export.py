@@ -234,8 +234,8 @@ def _export_adapters(source: WeightSource, args: argparse.Namespace) -> int:
         f"wrote {result.folder}: adapters of {result.num_parameters:,} parameters for a {result.family} model, next to "
         f"{', '.join(result.targets)}"
     )
-    if note is not None:
-        print(f"note: {note}")
+    for text in filter(None, [note, *result.notes]):
+        print(f"note: {text}")
     print(result.verification or "not compared with transformers (--verify compares)")
     base = peft_base or "BASE"
     print(f'open it with peft: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{result.folder}")')

@@ -23,7 +23,7 @@ from megatron.checkpoint.safetensors_file import TensorEntry, encode_header, spl
 from megatron.checkpoint.storage_url import open_storage
 from megatron.parallel.matmul import get_dtype_name
 from megatron_lab.checkpoints.export_result import Export
-from megatron_lab.checkpoints.finite_values import count_nonfinite
+from megatron_lab.checkpoints.finite_values import WrittenCheck
 from megatron_lab.checkpoints.generation_settings import NO_TOKENS, SpecialTokens
 from megatron_lab.checkpoints.model_card import UNKNOWN, build_model_card
 from megatron_lab.foreign.huggingface.families import select_family
@@ -83,7 +83,7 @@ def export(
         for layout in layouts.values()
         for name, shape in layout.get_hf_shapes().items()
     }
-    entries, nonfinite = [*unique_entries.values()], list[str]()
+    entries, finite_check = [*unique_entries.values()], WrittenCheck()
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
     temporary.mkdir()
@@ -91,16 +91,12 @@ def export(
         write_shards(
             temporary,
             split_into_files(entries, lambda entry: entry.num_bytes, max_shard_bytes),
-            _convert_tensors(source, layouts, dtype, nonfinite),
+            _convert_tensors(source, layouts, dtype, finite_check),
         )
         _write_json(temporary / CONFIG, _build_config(selected_family, source, dtype, tokens))
         _write_json(temporary / GENERATION_CONFIG, tokens.build_generation_config())
         notes = [*source.notes, *_describe_unsupported(source, selected_family), *(extras(temporary) if extras else [])]
-        if nonfinite:
-            notes.append(
-                f"values that are not finite (NaN or infinite) in {format_list(nonfinite)}: the model computes NaN. Either the "
-                f"source has them, or its values are too large for {get_dtype_name(dtype)}"
-            )
+        notes += finite_check.list_notes(get_dtype_name(dtype))
         result = Export(
             folder=folder,
             family=selected_family.model_type,
@@ -151,13 +147,12 @@ def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> No
 
 
 def _convert_tensors(
-    source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype, nonfinite: list[str]
+    source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype, finite_check: WrittenCheck
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and content of each Hugging Face tensor, in the order in which the files store them. Only one parameter is
-    converted at a time, to save memory. A description of each tensor with values that are not finite is added to `nonfinite`."""
+    converted at a time, to save memory. `finite_check` counts the values that are not finite."""
     for name, tensor in convert_to_hf(layouts, lambda name: source.read(name).to(layouts[name].get_hf_dtype(dtype))):
-        if count := count_nonfinite(tensor):
-            nonfinite.append(f"{name} ({count:,} of {tensor.numel():,} values)")
+        finite_check.add(name, tensor)
         yield name, tensor
 
 
