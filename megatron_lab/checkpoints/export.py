@@ -165,6 +165,12 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {result.folder}: {result.num_parameters:,} parameters in {result.dtype} ({format_bytes(result.num_bytes)}) as "
         f"{result.family}; at most {format_bytes(result.max_memory_bytes)} of weights in memory at a time"
     )
+    base_family = None if args.family else _find_base_family(None, source)
+    if base_family not in (None, result.family):
+        result.notes.append(
+            f"the imported model is a {base_family} model. As a {result.family} model it computes the same; --family {base_family} "
+            "writes it with its own names of tensors"
+        )
     for note in (*result.notes, *(() if args.ema else _describe_precision(checkpoint, result.dtype))):
         print(f"note: {note}")
     print(result.verification or "not compared with transformers (--verify compares)")
@@ -228,8 +234,8 @@ def _export_adapters(source: WeightSource, args: argparse.Namespace) -> int:
         f"wrote {result.folder}: adapters of {result.num_parameters:,} parameters for a {result.family} model, next to "
         f"{', '.join(result.targets)}"
     )
-    if note is not None:
-        print(f"note: {note}")
+    for text in filter(None, [note, *result.notes]):
+        print(f"note: {text}")
     print(result.verification or "not compared with transformers (--verify compares)")
     base = peft_base or "BASE"
     print(f'open it with peft: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{result.folder}")')

@@ -95,5 +95,32 @@ def describe_nonfinite_weights(source: WeightSource) -> str:
     return check.describe()
 
 
+@dataclass
+class WrittenCheck:
+    """Counts values that are not finite in the tensors that an export writes."""
+
+    _lines: dict[str, str] = field(default_factory=dict)
+    """Description of each tensor that has any, by name."""
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Count the values of a tensor."""
+        if count := count_nonfinite(tensor):
+            self._lines[name] = f"{name} ({count:,} of {tensor.numel():,} values)"
+
+    def list_notes(self, dtype: str) -> list[str]:
+        """Return a note for the user about the tensors with such values; an empty list if there are none.
+
+        Args:
+            dtype: name of the dtype that was written.
+        """
+        if not self._lines:
+            return []
+        tensors = format_list([*self._lines.values()])
+        return [
+            f"values that are not finite (NaN or infinite) in {tensors}: the model computes NaN. Either the source has them, or "
+            f"its values are too large for {dtype}"
+        ]
+
+
 def _format_line(name: str, count: int, numel: int) -> str:
     return f"{name}: {count:,} of {numel:,} values"

@@ -23,6 +23,7 @@ from megatron.checkpoint.safetensors_file import TensorEntry, encode_header, spl
 from megatron.checkpoint.storage_url import open_storage
 from megatron.parallel.matmul import get_dtype_name
 from megatron_lab.checkpoints.export_result import Export
+from megatron_lab.checkpoints.finite_values import WrittenCheck
 from megatron_lab.checkpoints.generation_settings import NO_TOKENS, SpecialTokens
 from megatron_lab.checkpoints.model_card import UNKNOWN, build_model_card
 from megatron_lab.foreign.huggingface.families import select_family
@@ -82,7 +83,7 @@ def export(
         for layout in layouts.values()
         for name, shape in layout.get_hf_shapes().items()
     }
-    entries = [*unique_entries.values()]
+    entries, finite_check = [*unique_entries.values()], WrittenCheck()
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
     temporary.mkdir()
@@ -90,11 +91,12 @@ def export(
         write_shards(
             temporary,
             split_into_files(entries, lambda entry: entry.num_bytes, max_shard_bytes),
-            _convert_tensors(source, layouts, dtype),
+            _convert_tensors(source, layouts, dtype, finite_check),
         )
         _write_json(temporary / CONFIG, _build_config(selected_family, source, dtype, tokens))
         _write_json(temporary / GENERATION_CONFIG, tokens.build_generation_config())
         notes = [*source.notes, *_describe_unsupported(source, selected_family), *(extras(temporary) if extras else [])]
+        notes += finite_check.list_notes(get_dtype_name(dtype))
         result = Export(
             folder=folder,
             family=selected_family.model_type,
@@ -145,11 +147,13 @@ def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> No
 
 
 def _convert_tensors(
-    source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype
+    source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype, finite_check: WrittenCheck
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and content of each Hugging Face tensor, in the order in which the files store them. Only one parameter is
-    converted at a time, to save memory."""
-    yield from convert_to_hf(layouts, lambda name: source.read(name).to(layouts[name].get_hf_dtype(dtype)))
+    converted at a time, to save memory. `finite_check` counts the values that are not finite."""
+    for name, tensor in convert_to_hf(layouts, lambda name: source.read(name).to(layouts[name].get_hf_dtype(dtype))):
+        finite_check.add(name, tensor)
+        yield name, tensor
 
 
 def write_shard(path: Path, entries: Sequence[TensorEntry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:

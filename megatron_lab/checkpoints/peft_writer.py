@@ -21,6 +21,7 @@ from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import TensorEntry
 from megatron.parallel.matmul import get_dtype_name
 from megatron.spec.weights import split_layer_name
+from megatron_lab.checkpoints.finite_values import WrittenCheck
 from megatron_lab.checkpoints.huggingface_writer import write_shard
 from megatron_lab.foreign.adapters import get_adapter_names, remove_lora_settings
 from megatron_lab.foreign.huggingface.families import select_family
@@ -44,6 +45,8 @@ class AdapterExport:
     num_parameters: int
     verification: str | None
     """Result of the comparison with transformers, as a sentence. None if there was no comparison."""
+    notes: list[str]
+    """Sentences for the user about values that are not finite."""
 
 
 def export_adapters(
@@ -101,7 +104,10 @@ def export_adapters(
     temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
-        entries = [TensorEntry(name, get_dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in generate_tensors()]
+        entries, finite_check = list[TensorEntry](), WrittenCheck()
+        for name, tensor in generate_tensors():
+            entries.append(TensorEntry(name, get_dtype_name(tensor.dtype), tuple(tensor.shape)))
+            finite_check.add(name, tensor)
         write_shard(temporary / WEIGHTS, entries, generate_tensors())
         content = {
             "peft_type": "LORA",
@@ -127,4 +133,5 @@ def export_adapters(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     numel = sum(torch.Size(entry.shape).numel() for entry in entries)
-    return AdapterExport(folder, selected_family.model_type, tuple(sorted(targets)), numel, verification)
+    notes = finite_check.list_notes(", ".join(sorted({entry.dtype for entry in entries})))
+    return AdapterExport(folder, selected_family.model_type, tuple(sorted(targets)), numel, verification, notes)

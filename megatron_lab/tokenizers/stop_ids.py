@@ -23,13 +23,22 @@ def read_eos_ids(folder: Path) -> list[int]:
     the files and without repetition.
 
     A single id in config.json counts only if generation_config.json has none, as in transformers, which writes the default of the
-    model's class there if nobody has set it.
+    model's class there if nobody has set it. Negative ids, with which some models say that they have no such token, do not count.
+
+    Raises:
+        ValueError: a value is not an id or a list of ids.
     """
     ids: list[int] = []
     for name in (GENERATION_CONFIG, _MODEL_CONFIG):
         value = _read_object(folder / name).get("eos_token_id")
-        values = value if isinstance(value, list) else [] if ids else [value]
-        ids += [id for id in dict.fromkeys(values) if type(id) is int and id >= 0 and id not in ids]
+        listed_ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(id) is not int for id in listed_ids):
+            raise ValueError(
+                f"{folder / name}: eos_token_id is {value!r}, but must be an id or a list of ids. Correct the file, since a text "
+                "would not end at its last token"
+            )
+        if isinstance(value, list) or not ids:
+            ids += [id for id in dict.fromkeys(listed_ids) if id >= 0 and id not in ids]
     return ids
 
 
@@ -41,6 +50,12 @@ def find_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; an empty dictionary if there is no file, or it does not contain an object."""
+    """Return the content of a JSON file; an empty dictionary if there is no file.
+
+    Raises:
+        ValueError: the file does not contain a JSON object.
+    """
     content = read_json(path, str(path), "a JSON object") if path.is_file() else {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must contain a JSON object. Correct the file, or remove it")
+    return content

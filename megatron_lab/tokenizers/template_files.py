@@ -25,7 +25,7 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
     list of named templates.
 
     Raises:
-        ValueError: tokenizer_config.json is damaged.
+        ValueError: tokenizer_config.json is damaged, or its field has another form.
     """
     files = {DEFAULT_TEMPLATE: folder / TEMPLATE_FILE} | {
         path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
@@ -37,9 +37,16 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
     field = content.get(_FIELD) if isinstance(content, dict) else None
     if isinstance(field, str):
         return {DEFAULT_TEMPLATE: field}
-    entries = [entry for entry in field if isinstance(entry, dict)] if isinstance(field, list) else []
-    named = {entry.get("name"): entry.get("template") for entry in entries}
-    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    named: dict[str, str] = {}
+    for entry in field if isinstance(field, list) else [] if field is None else [field]:
+        name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(
+                f"{config}: {_FIELD} has {str(entry)[:60]}, but must be a text, or a list of objects with the texts name and "
+                "template. Correct the file"
+            )
+        named[name] = text
+    return named
 
 
 def write_chat_templates(folder: Path, templates: Mapping[str, str]) -> dict[str, Any]:

@@ -346,17 +346,26 @@ def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
 
 
 def _find_special_id(role: str, path: Path, ids: Mapping[str, int]) -> int | None:
-    """Return the id of the special token `role` ("eos", "bos" or "pad"); None if no file defines it."""
+    """Return the id of the special token `role` ("eos", "bos" or "pad"); None if no file defines it.
+
+    Raises:
+        ValueError: a file names the token in another form than a text, or its id in another form than an id or a list of ids; or
+            the tokenizer has no such end-of-document token.
+    """
     name_files = list_name_files(path.parent)
     for name in name_files + _ID_FILES:
         file = path.parent / name
         content = read_json(file, str(file), "a JSON object") if file.is_file() else None
-        value = content.get(f"{role}_token" if name in name_files else f"{role}_token_id") if isinstance(content, dict) else None
-        value = get_token_content(value)
-        if isinstance(value, list):
+        key = f"{role}_token" if name in name_files else f"{role}_token_id"
+        stated = content.get(key) if isinstance(content, dict) else None
+        value = get_token_content(stated)
+        if isinstance(value, list) and name not in name_files:
             value = value[0] if value else None
         if value is None:
             continue
+        if type(value) is not (str if name in name_files else int):
+            form = "a text, or an object with content" if name in name_files else "an id or a list of ids"
+            raise ValueError(f"{file}: {key} is {stated!r}, but must be {form}.\n  Correct the file.")
         id = ids.get(value) if isinstance(value, str) else value if value in ids.values() else None
         if id is not None:
             return id

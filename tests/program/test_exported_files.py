@@ -112,6 +112,56 @@ def test_ids_without_a_row_and_templates_that_fail_are_told(llama: Path, tmp_pat
     assert read_json(tmp_path / "out" / "config.json")["eos_token_id"] == END
 
 
+def test_another_family_than_that_of_the_imported_model_is_told(tmp_path: Path, capsys: Texts) -> None:
+    folder = tmp_path / "phi3"
+    saved("phi3", folder, vocab_size=400, num_hidden_layers=1, sliding_window=None)
+    write_tokenizer(folder)
+    assert tool("import", folder, tmp_path / "base") == 0
+    assert tool("export", tmp_path / "base", tmp_path / "out") == 0
+    family = read_json(tmp_path / "out" / "config.json")["model_type"]
+    assert family != "phi3" and f"is a phi3 model. As a {family} model it computes the same" in capsys.readouterr().out
+    assert tool("export", tmp_path / "base", tmp_path / "same", "--family", "phi3") == 0
+    assert "it computes the same" not in capsys.readouterr().out
+    assert read_json(tmp_path / "same" / "config.json")["model_type"] == "phi3"
+
+
+@pytest.mark.parametrize("value", ["abc", [[1]], [END, None], True, 2.0], ids=repr)
+def test_stop_tokens_that_are_no_ids_are_refused(llama: Path, tmp_path: Path, capsys: Texts, value: Any) -> None:
+    folder = shutil.copytree(llama, tmp_path / "model")
+    write_json(folder, {"eos_token_id": value}, "generation_config.json")
+    assert tool("export", folder, tmp_path / "out") == 1
+    assert f"eos_token_id is {value!r}, but must be an id or a list of ids" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("tokenizer_config.json", {"eos_token": {"content": 3}}, "eos_token is {'content': 3}, but must be a text"),
+        ("tokenizer_config.json", {"eos_token": ["a"]}, "eos_token is ['a'], but must be a text"),
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>", "chat_template": 3}, "chat_template has 3, but must be a text"),
+        (
+            "tokenizer_config.json",
+            {"eos_token": "<|endoftext|>", "chat_template": [{"name": "a"}]},
+            "chat_template has {'name': 'a'}",
+        ),
+        ("config.json", {"bos_token_id": "x"}, "bos_token_id is 'x', but must be an id or a list of ids"),
+        ("generation_config.json", {"pad_token_id": True}, "pad_token_id is True, but must be an id"),
+        ("generation_config.json", [], "must contain a JSON object"),
+    ],
+    ids=str,
+)
+def test_files_of_another_form_are_refused(
+    llama: Path, tmp_path: Path, capsys: Texts, file: str, content: Any, reason: str
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "model")
+    former = read_json(folder / file) if file == "config.json" else {}
+    write_json(folder, former | content if isinstance(content, dict) else content, file)
+    assert tool("export", folder, tmp_path / "out") == 1
+    assert reason in (said := capsys.readouterr().err) and file in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_eos_token_that_only_an_id_names_gets_its_name(llama: Path, tmp_path: Path, capsys: Texts) -> None:
     folder = shutil.copytree(llama, tmp_path / "model")
     write_tokenizer(folder, eos_token=None, extra_special_tokens=["<|call|>"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,23 @@ def test_an_import_names_all_tensors_and_writes_nothing(damaged: Path, tmp_path:
     assert f"\n  {UP} (parameter layers.1.mlp.up.weight): 1 of {numel:,} values\n" in said, said
     assert f"\n  {NORM} (parameter layers.0.attention_norm.weight): 2 of " in said
     assert "gate_proj" not in said and not (tmp_path / "out").exists()
+
+
+def test_an_export_tells_them_and_values_that_become_infinite(damaged: Path, tmp_path: Path, capsys: Texts) -> None:
+    assert tool("export", damaged, tmp_path / "out", "--no-tokenizer") == 0
+    told = capsys.readouterr().out
+    assert "note: values that are not finite (NaN or infinite) in " in told and f"{UP} (1 of " in told and f"{NORM} (2 of " in told
+
+    from safetensors.torch import load_file, save_file
+
+    large = tmp_path / "large"
+    shutil.copytree(damaged, large)
+    tensors = load_file(large / "model.safetensors")
+    tensors[UP][3, 5], tensors[NORM][:2] = 1e6, 1.0  # float16 ends at 65504
+    save_file(tensors, large / "model.safetensors", metadata={"format": "pt"})
+    for dtype, expected in (("float32", False), ("float16", True)):
+        assert tool("export", large, tmp_path / dtype, "--no-tokenizer", "--dtype", dtype) == 0
+        assert ("values are too large for float16" in capsys.readouterr().out) is expected
 
 
 def test_verify_says_that_the_model_itself_gives_nan(damaged: Path, tmp_path: Path, capsys: Texts) -> None:

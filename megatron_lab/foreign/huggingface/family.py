@@ -104,6 +104,9 @@ class Family:
         settings: Settings = dict(self.fixed_settings)
         for group in self.field_groups:
             settings |= group.parse(fields)
+        for name in self.mtp_fields:
+            if (num_layers := fields.get_raw(name)) is not None and (type(num_layers) is not int or num_layers < 0):
+                fields.refuse(name, "must be a number of layers")
         model = ModelConfig(**settings)
         if not fields.errors:
             for rule in (*collect_rules(model_rules), *collect_rules(expert_rules)):

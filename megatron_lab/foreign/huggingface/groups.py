@@ -83,8 +83,9 @@ class AttentionScaleField:
         if not value:
             fields.refuse(self.field_name, "must be above 0")
             return {}
-        scale = value**-0.5 if self.is_num_channels else value
-        return {"softmax_scale": None if scale == self.sizes.get_head_size(fields) ** -0.5 else scale}
+        scale, head_size = value**-0.5 if self.is_num_channels else value, self.sizes.get_head_size(fields)
+        # The head size is 0 if the hidden size is not valid, which is an error already.
+        return {"softmax_scale": None if head_size and scale == head_size**-0.5 else scale}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         scale = model.softmax_scale

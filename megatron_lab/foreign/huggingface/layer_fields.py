@@ -81,7 +81,7 @@ class WindowFields:
     def _parse_layer_types(self, fields: Fields, num_layers: int, window: int | None) -> list[bool]:
         """Return for each layer whether it has the attention window. The field `layer_types` selects the layers; without it, the
         defaults of the architecture apply."""
-        default_layers, layer_types = self._get_default_layers(fields, num_layers), fields.get_raw("layer_types")
+        default_layers, layer_types = self._get_default_layers(fields, num_layers, window), fields.get_raw("layer_types")
         if layer_types is None:
             return default_layers
         if not isinstance(layer_types, list):
@@ -96,7 +96,7 @@ class WindowFields:
             return [layer_type == SLIDING_ATTENTION for layer_type in layer_types]
         return [False] * num_layers
 
-    def _get_default_layers(self, fields: Fields, num_layers: int) -> list[bool]:
+    def _get_default_layers(self, fields: Fields, num_layers: int, window: int | None) -> list[bool]:
         """Return for each layer whether it has the attention window, for a config.json without `layer_types`."""
         if self.no_rotary_layers is not None:
             return self.no_rotary_layers.list_unrotated_layers(fields)
@@ -106,7 +106,12 @@ class WindowFields:
         if self.applies_to == "layer_types":
             return [True] * num_layers
         first_layer = fields.get_raw("max_window_layers", 28)
-        return [layer >= first_layer for layer in range(num_layers)] if isinstance(first_layer, int) else [False] * num_layers
+        if first_layer is None and window is None:
+            return [False] * num_layers
+        if type(first_layer) is not int or first_layer < 0:
+            fields.refuse("max_window_layers", "must be a number of layers")
+            return [False] * num_layers
+        return [layer >= first_layer for layer in range(num_layers)]
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         windows = {window for window in list_windows(model) if window is not None}

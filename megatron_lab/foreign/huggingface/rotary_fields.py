@@ -85,7 +85,7 @@ class RotaryFields:
         parameters = _RopeParameters(fields, rope_parameters, self.default_scaling or {})
         theta = parameters.pop_number("rope_theta", self.theta, self.theta_field)
         parsed: Settings = {"rotary_base": theta}
-        fraction = parameters.pop(
+        fraction = parameters.pop_number(
             "partial_rotary_factor", 1.0 if self.rotary_fraction is None else self.rotary_fraction, self.rotary_fraction_field
         )
         if self.rotary_fraction is None and fraction != 1.0:
@@ -129,6 +129,9 @@ class RotaryFields:
         if self.local_theta_field != self.theta_field:
             default_theta = fields.get_number(self.local_theta_field, self.local_theta or DEFAULT_THETA)
         theta: Any = parameters.get("rope_theta", default_theta)
+        if not _is_positive(theta):
+            fields.refuse("rope_parameters", f"rope_theta of {SLIDING_ATTENTION} is {theta!r}, but must be a positive number")
+            return {}
         if parameters.get("rope_type", "default") != "default" or set(parameters) - {"rope_type", "rope_theta"}:
             fields.refuse(
                 "rope_parameters", f"frequencies in layers of type {SLIDING_ATTENTION} can have a different base, but no scaling"
@@ -202,28 +205,28 @@ def _parse_yarn(parameters: _RopeParameters, num_positions: int, original_contex
         _ORIGINAL_CONTEXT: original_context,
         "beta_fast": parameters.pop_number("beta_fast", 32.0),
         "beta_slow": parameters.pop_number("beta_slow", 1.0),
-        "yarn_correction_range_round_to_int": parameters.pop("truncate", True) is True,
+        "yarn_correction_range_round_to_int": parameters.pop_bool("truncate", True),
     }
-    attention_factor = parameters.pop("attention_factor", None)
-    mscales = [parameters.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    attention_factor = parameters.pop_optional_number("attention_factor")
+    mscales = [parameters.pop_optional_number(name, zero_is_none=True) for name in ("mscale", "mscale_all_dim")]
     if attention_factor is None and all(mscales):
-        return parsed | dict(zip(("mscale", "mscale_all_dim"), map(float, mscales), strict=True))
+        return parsed | dict(zip(("mscale", "mscale_all_dim"), mscales, strict=True))
     if mscales[1]:  # without mscale, it affects only the scores of latent attention
         attention_factor = get_yarn_mscale(parsed["rotary_scaling_factor"], 1.0) if attention_factor is None else attention_factor
-        parsed["mscale_all_dim"] = float(mscales[1])
-    return parsed if attention_factor is None else parsed | {"rope_attention_factor": float(attention_factor)}
+        parsed["mscale_all_dim"] = mscales[1]
+    return parsed if attention_factor is None else parsed | {"rope_attention_factor": attention_factor}
 
 
 def _parse_longrope(parameters: _RopeParameters, num_positions: int, original_context: Any) -> Settings:
     original_context = parameters.check_length(original_context)
-    attention_factor = parameters.pop("attention_factor", None)
+    attention_factor = parameters.pop_optional_number("attention_factor")
     return {
         "rope_type": "longrope",
         "rotary_scaling_factor": parameters.pop_number("factor", num_positions / original_context),
         _ORIGINAL_CONTEXT: original_context,
         "rope_short_factors": parameters.pop_list("short_factor"),
         "rope_long_factors": parameters.pop_list("long_factor"),
-        **({} if attention_factor is None else {"rope_attention_factor": float(attention_factor)}),
+        **({} if attention_factor is None else {"rope_attention_factor": attention_factor}),
     }
 
 
@@ -289,17 +292,25 @@ def _normalize(fields: Fields, name: str, mapping: Any) -> dict[str, Any]:
         name: name of the field with the mapping.
         mapping: value of the field.
     """
-    mapping = mapping or {}
+    mapping = {} if mapping is None else mapping
     if not isinstance(mapping, dict):
-        fields.refuse(name, "must be a mapping")
+        fields.refuse(name, "must be a mapping" if mapping is fields.values.get(name) else f"{mapping!r} in it must be a mapping")
         return {}
     parameters = {key: entry for key, entry in mapping.items() if entry is not None}
     if "type" in parameters and parameters.setdefault("rope_type", parameters["type"]) != parameters.pop("type"):
         fields.refuse(name, "rope_type and type differ")
-    if "rope_type" in parameters:
+    if not isinstance(rope_type := parameters.get("rope_type", "default"), str):
+        fields.refuse(name, f"rope_type is {rope_type!r}, but must be a text")
+        parameters["rope_type"] = "default"
+    elif "rope_type" in parameters:
         # The first Phi-3 models use the name "su".
-        parameters["rope_type"] = {"su": "longrope"}.get(parameters["rope_type"], parameters["rope_type"])
+        parameters["rope_type"] = {"su": "longrope"}.get(rope_type, rope_type)
     return {"rope_type": "default"} | parameters if mapping else {}
+
+
+def _is_positive(value: Any) -> bool:
+    """Return whether a value of JSON is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 class _RopeParameters:
@@ -358,6 +369,32 @@ class _RopeParameters:
         """
         return self._check_positive(key, self.pop(key, default, top_level_name))
 
+    def pop_optional_number(self, key: str, *, zero_is_none: bool = False) -> float | None:
+        """Return a rotary parameter that must be a positive number, or None if it is absent, and mark it as read by removing it.
+        For any other value, record an error and return 1.
+
+        Args:
+            key: key in the mapping, and name of the top-level field.
+            zero_is_none: whether the parameter may be 0, which means the same as its absence.
+        """
+        value = self.pop(key, None)
+        is_zero = isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+        return None if value is None or (zero_is_none and is_zero) else self._check_positive(key, value)
+
+    def pop_bool(self, key: str, default: bool) -> bool:
+        """Return a rotary parameter that must be true or false, and mark it as read by removing it. For any other value, record an
+        error and return `default`.
+
+        Args:
+            key: key in the mapping, and name of the top-level field.
+            default: value if the parameter is absent.
+        """
+        value = self.pop(key, default)
+        if not isinstance(value, bool):
+            self.refuse(f"{key} is {value!r}, but must be true or false")
+            return default
+        return value
+
     def pop_list(self, key: str) -> tuple[float, ...]:
         """Return a rotary parameter that must be a list of positive numbers, and mark it as read by removing it. If the value is
         not a
@@ -378,7 +415,7 @@ class _RopeParameters:
         return value
 
     def _check_positive(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if not _is_positive(value):
             self.refuse(f"{key} is {value!r}, but must be a positive number")
             return 1.0
         return float(value)
@@ -392,7 +429,8 @@ class _RopeParameters:
             num_positions: maximum sequence length.
             original_context: number of positions from the start whose factor is 1.
         """
-        coefficient, repeated_length = self.pop(key, 0.0), self._unread.pop("max_position_embeddings", None)
+        coefficient = self.pop_optional_number(key, zero_is_none=True)
+        repeated_length = self._unread.pop("max_position_embeddings", None)
         if repeated_length not in (None, num_positions):
             self.refuse(f"max_position_embeddings {repeated_length!r} differs from the top-level field, {num_positions}")
         if not coefficient:

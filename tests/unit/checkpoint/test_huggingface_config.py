@@ -214,6 +214,47 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
     assert len(str(error.value).splitlines()) == 5
 
 
+def _nested(**changes: Any) -> dict[str, Any]:
+    """Rotary parameters by layer type, with those of layers with a window changed."""
+    sliding = {"rope_type": "default", "rope_theta": 100.0} | changes
+    return {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": sliding}}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        (LLAMA, {"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type is ['yarn'], but must be a text"),
+        (LLAMA, {"rope_scaling": {"type": 3}}, "rope_type is 3, but must be a text"),
+        (LLAMA, {"rope_scaling": False}, "rope_scaling = False: must be a mapping"),
+        (LLAMA, {"rope_parameters": []}, "rope_parameters = []: must be a mapping"),
+        (GEMMA3, {"rope_parameters": {"full_attention": False}}, "False in it must be a mapping"),
+        (GEMMA3, _nested(rope_theta="8"), "rope_theta of sliding_attention is '8', but must be a positive number"),
+        (GEMMA3, _nested(rope_theta=-1), "rope_theta of sliding_attention is -1"),
+        (LLAMA, {"rope_scaling": YARN | {"attention_factor": "1.5"}}, "attention_factor is '1.5', but must be a positive number"),
+        (LLAMA, {"rope_scaling": YARN | {"mscale": "0.7", "mscale_all_dim": 1.0}}, "mscale is '0.7'"),
+        (LLAMA, {"rope_scaling": YARN | {"mscale": [1], "attention_factor": 1.0}}, "mscale is [1]"),
+        (LLAMA, {"rope_scaling": YARN | {"truncate": "false"}}, "truncate is 'false', but must be true or false"),
+        (PHI3, {"partial_rotary_factor": "0.5"}, "partial_rotary_factor is '0.5'"),
+        (PHI3, {"partial_rotary_factor": -1}, "partial_rotary_factor is -1"),
+        (
+            MINISTRAL3 | {"max_position_embeddings": 32},
+            {"rope_parameters": YARN | {"llama_4_scaling_beta": "x"}},
+            "llama_4_scaling_beta is 'x'",
+        ),
+        (LLAMA | {"model_type": "granite"}, {"hidden_size": "48"}, "hidden_size = '48': must be a positive integer"),
+        (DEEPSEEK_V3, {"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers = 'one': must be a number of layers"),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers = '2': must be a number of layers"),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers = None"),
+    ],
+    ids=str,
+)
+def test_values_of_a_wrong_type_are_refused_by_name(base: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    """And not converted: a text is no number, and an empty list is no absent mapping."""
+    read(base)
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        read(base | changes)
+
+
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"])
 def test_a_size_must_be_there(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name} is missing"):

@@ -60,6 +60,16 @@ def test_they_give_the_weights_with_which_they_are_merged(family: str, tmp_path:
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
 
 
+def test_adapters_with_values_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    weights = build_random_weights(GPT2, seed=3)
+    source = MemorySource(model_config(GPT2), weights)
+    assert not export_adapters(source, tmp_path / "whole").notes
+    name = next(name for name in weights if "lora_b" in name)
+    weights[name].view(-1)[0] = float("nan")
+    (note,) = export_adapters(MemorySource(model_config(GPT2), weights), tmp_path / "damaged").notes
+    assert "not finite (NaN or infinite)" in note and "lora_B.weight (1 of " in note
+
+
 def test_only_adapters_are_exported_so(tmp_path: Path) -> None:
     shape = llama_like()
     source = MemorySource(model_config(shape), build_random_weights(shape, seed=3))
