@@ -12,6 +12,11 @@ from typing import Any
 from megatron.checkpoint.errors import CheckpointError
 
 CONFIG = "config.json"
+_LAYER_FIELDS = ("num_hidden_layers", "n_layer")
+_MAX_LAYERS = 10_000
+"""Largest number of layers in a file. A description is built for each layer, before the sizes of the tensors are compared."""
+_MAX_SIZE = 2**31 - 1
+"""Largest value of all other sizes in a file."""
 
 IGNORED_FIELDS = frozenset(
     (
@@ -87,7 +92,8 @@ class Fields:
         self.errors.append(f"{name} = {self.values.get(name)!r}: {reason}")
 
     def get_size(self, name: str, default: int | None = None) -> int:
-        """Return the value of a field that must be a positive integer. For any other value, record an error and return 1.
+        """Return the value of a field that must be a positive integer, and not above the limit of the field. For any other value,
+        record an error and return 1.
 
         Args:
             name: name of the field.
@@ -100,6 +106,9 @@ class Fields:
             return 1
         if type(value) is not int or value < 1:
             self.refuse(name, "must be a positive integer")
+            return 1
+        if value > (limit := _MAX_LAYERS if name in _LAYER_FIELDS else _MAX_SIZE):
+            self.refuse(name, f"must be at most {limit:,}")
             return 1
         return value
 

@@ -208,6 +208,16 @@ def test_what_changes_the_model_is_refused_by_name(base: dict[str, Any], changes
     assert named in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("base", "name", "limit"),
+    [(LLAMA, "num_hidden_layers", "10,000"), (GPT2, "n_layer", "10,000"), (LLAMA, "intermediate_size", "2,147,483,647")],
+)
+def test_a_number_that_no_model_has_is_refused_at_once(base: dict[str, Any], name: str, limit: str) -> None:
+    """Before objects are built for each of so many layers."""
+    with pytest.raises(CheckpointError, match=f"(?s){name} = 1{'0' * 30}: must be at most {limit}"):
+        read(base | {name: 10**30})
+
+
 def test_everything_that_is_wrong_is_named_at_once() -> None:
     with pytest.raises(CheckpointError, match=r"(?s)rope_scaling.*hidden_act.*one.*two") as error:
         read(LLAMA | {"hidden_act": "relu", "rope_scaling": {"type": "new"}, "one": 1, "two": 2})
