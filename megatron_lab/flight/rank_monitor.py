@@ -15,8 +15,10 @@ import os
 import secrets
 import socket
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,7 +34,7 @@ from megatron.parallel.torch_private import find_flight_recorder_dumps, get_defa
 from megatron.spec.operations import Op
 from megatron_lab.flight.hooks import count_calls
 from megatron_lab.flight.record import FlightRecord, RankFiles, open_files, read_record
-from megatron_lab.flight.watcher import STACK_SIGNAL, WatcherConfig
+from megatron_lab.flight.watcher import MAIN_THREAD_HEADER, STACK_SIGNAL, WatcherConfig
 
 logger = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 0.5
@@ -153,9 +155,9 @@ def watch_rank(context: ParallelContext, config: ParallelConfig, stack_folder: s
             f"{num_hidden} ranks of node {socket.gethostname()} are not watched for hangs (--hang-warn-s): this process cannot "
             "open their files in /proc. Start all ranks of a node by one user in one container"
         )
-    with open(files.stack, "w") as file:
+    with open(files.stack, "a") as file:
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
-        threading.Thread(target=_poll_requests, args=(record, files.calls), daemon=True, name="flight").start()
+        threading.Thread(target=_poll_requests, args=(record, files), daemon=True, name="flight").start()
         try:
             with count_calls(record):
                 yield Flight(record, nodes, opened_files)
@@ -206,24 +208,46 @@ def _start_watcher(watcher_config: WatcherConfig, rank: int, store: dist.Store) 
         store.set("head", f"{os.environ.get('MASTER_ADDR') or socket.gethostname()}:{port} {watcher_config.token}")
 
 
-def _poll_requests(record: FlightRecord, calls_file: str) -> None:
-    """Execute the requests that the hang watcher writes into this rank's flight record: write a trace of calls, or exit. Never
-    returns.
+def _poll_requests(record: FlightRecord, files: RankFiles) -> None:
+    """Execute the requests that the hang watcher writes into this rank's flight record: write the stacks and a trace of calls, or
+    exit. Never returns.
 
     A separate thread runs this function, because the main thread may be waiting for other ranks.
 
     Args:
-        calls_file: path of the file for the trace of calls.
+        files: files of this rank.
     """
     while True:
         time.sleep(_POLL_INTERVAL_S)
         if record.consume_trace_request():
-            _write_trace(calls_file)
+            Path(files.stack).write_text(_format_stacks())
+            record.report_stacks()
+            _write_trace(files.calls)
             record.report_trace()
         code = record.get_requested_exit_code()
         if code:
             time.sleep(_EXIT_DELAY_S)
             os._exit(code)
+
+
+def _format_stacks() -> str:
+    """Format the stacks of all threads except the calling one, the main thread's last. The format is that of `faulthandler`, with
+    the names of the threads.
+
+    The function reads no source files, because they may be on the file system that does not answer.
+    """
+    names = {thread.ident: f" [{thread.name}]" for thread in threading.enumerate()}
+    main_ident = threading.main_thread().ident
+    stacks = []
+    for ident, innermost_frame in sorted(sys._current_frames().items(), key=lambda item: item[0] == main_ident):
+        if ident != threading.get_ident():
+            header = MAIN_THREAD_HEADER if ident == main_ident else "Thread"
+            calls = [
+                f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}\n'
+                for frame, line in traceback.walk_stack(innermost_frame)
+            ]
+            stacks.append(f"{header} 0x{ident:016x}{names.get(ident, '')} (most recent call first):\n{''.join(calls)}")
+    return "\n".join(stacks)
 
 
 def _write_trace(path: str) -> None:

@@ -11,7 +11,7 @@ offset content
 ====== ==============================================================================
 0      state (`_STATE`)
 512    exit code with which the watcher requests the rank to end; 0 for no request
-520    whether the watcher requests torch's trace of calls
+520    request of the watcher for the stacks and torch's trace of calls, and the rank's answers
 1,024  number of bytes of the description
 1,032  description as JSON: identity of the rank, and its channels
 64 KiB two integers per channel: number of calls, and type of the last call
@@ -41,7 +41,7 @@ _STATE = struct.Struct("<dqqqqqqd")
 waited."""
 _INT64, _LENGTH, _CHANNEL = struct.Struct("<q"), struct.Struct("<q"), struct.Struct("<qq")
 _EXIT_CODE_OFFSET, _TRACE_OFFSET, _LENGTH_OFFSET, _TEXT_OFFSET, _CHANNELS_OFFSET, _SIZE = 512, 520, 1024, 1032, 1 << 16, 1 << 17
-_TRACE_REQUESTED, _TRACE_WRITTEN = 1, 2
+_TRACE_REQUESTED, _STACKS_WRITTEN, _TRACE_WRITTEN = 1, 2, 3
 _MAX_CHANNELS = (_SIZE - _CHANNELS_OFFSET) // _CHANNEL.size
 
 
@@ -100,7 +100,7 @@ class RankFiles:
     record: str
     """Flight record: the current activity of the rank."""
     stack: str
-    """Stacks of the rank's threads, which the rank writes on `STACK_SIGNAL`."""
+    """Stacks of the rank's threads, which the rank writes on request."""
     calls: str
     """Last communication calls of the rank as JSON, which the rank writes on request."""
 
@@ -234,11 +234,14 @@ class FlightRecord:
         return int(_INT64.unpack_from(self._memory, _EXIT_CODE_OFFSET)[0])
 
     def consume_trace_request(self) -> bool:
-        """Return whether the hang watcher has requested the content of torch's flight recorder since the last call of this
-        method."""
+        """Return whether the hang watcher has called `request_trace` since the last call of this method."""
         is_requested = _INT64.unpack_from(self._memory, _TRACE_OFFSET)[0] == _TRACE_REQUESTED
         _INT64.pack_into(self._memory, _TRACE_OFFSET, 0)
         return is_requested
+
+    def report_stacks(self) -> None:
+        """Tell the hang watcher that the requested stacks are written."""
+        _INT64.pack_into(self._memory, _TRACE_OFFSET, _STACKS_WRITTEN)
 
     def report_trace(self) -> None:
         """Tell the hang watcher that the requested content of torch's flight recorder is written."""
@@ -306,8 +309,8 @@ def request_exit(path: Path, code: int) -> None:
 
 
 def request_trace(path: Path) -> None:
-    """Request a rank to write the content of torch's flight recorder, which lists its last communication calls. The hang watcher
-    calls this function.
+    """Request a rank to write the stacks of its threads, and then the content of torch's flight recorder, which lists its last
+    communication calls. The hang watcher calls this function.
 
     Args:
         path: flight record of the rank.
@@ -315,8 +318,17 @@ def request_trace(path: Path) -> None:
     _write(path, _TRACE_OFFSET, _TRACE_REQUESTED)
 
 
+def has_written_stacks(path: Path) -> bool:
+    """Return whether the rank has written the stacks that `request_trace` requested.
+
+    Args:
+        path: flight record of the rank.
+    """
+    return bool(_INT64.unpack_from(path.read_bytes(), _TRACE_OFFSET)[0] >= _STACKS_WRITTEN)
+
+
 def has_written_trace(path: Path) -> bool:
-    """Return whether the rank has written what `request_trace` requested.
+    """Return whether the rank has written all that `request_trace` requested.
 
     Args:
         path: flight record of the rank.

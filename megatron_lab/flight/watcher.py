@@ -47,6 +47,7 @@ from megatron_lab.flight.record import (
     RankFiles,
     Snapshot,
     get_process_state,
+    has_written_stacks,
     has_written_trace,
     open_files,
     read_record,
@@ -62,7 +63,16 @@ CALLS_SUFFIX = ".calls.json"
 """File name suffix of torch's trace of a rank's calls."""
 _TRACE_TIMEOUT_S = 2.0
 STACK_SIGNAL = signal.SIGRTMIN + 3
-"""Signal on which a rank writes the stacks of its threads."""
+"""Signal on which a rank writes the stacks of its threads although none of them can run Python code.
+
+The signal handler reads the frames of all threads without Python's global interpreter lock, and crashes the process if a thread
+changes them meanwhile. The watcher therefore sends the signal only to a rank that does not answer `request_trace`: one of its
+threads keeps the lock in a blocking call, and no frame changes.
+"""
+_SIGNALLED_STACKS_WAIT_S = 0.5
+"""Seconds to wait until ranks have written their stacks on `STACK_SIGNAL`."""
+MAIN_THREAD_HEADER = "Current thread"
+"""Begin of the line that precedes the stack of the main thread. `faulthandler` writes the same text."""
 _POLL_INTERVAL_S = 0.5
 _REPLY_TIMEOUT_S = 5.0
 _SILENCE_RATIO = 0.5
@@ -325,13 +335,7 @@ class NodeWatcher:
         snapshots = [snapshot for snapshot in self.read_records() if snapshot.phase != "ended" and snapshot.process != "gone"]
         records = {files.rank: Path(files.record) for files in self._files}
         if command.get("stacks"):
-            for snapshot in snapshots:
-                with contextlib.suppress(OSError):
-                    os.kill(snapshot.pid, STACK_SIGNAL)
-                    request_trace(records[snapshot.rank])
-            deadline = time.monotonic() + _TRACE_TIMEOUT_S
-            while time.monotonic() < deadline and not all(has_written_trace(records[snapshot.rank]) for snapshot in snapshots):
-                time.sleep(_POLL_INTERVAL_S)
+            self._request_stacks({snapshot.pid: records[snapshot.rank] for snapshot in snapshots})
             if self._config.stack_folder is not None:
                 with contextlib.suppress(OSError):
                     self._copy_stacks(Path(self._config.stack_folder))
@@ -345,6 +349,28 @@ class NodeWatcher:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(snapshot.pid, signal.SIGKILL)
 
+    @staticmethod
+    def _request_stacks(records: dict[int, Path]) -> None:
+        """Let ranks of this node write their stacks and last calls, and wait until they have done it, for at most
+        `_TRACE_TIMEOUT_S`. Then send `STACK_SIGNAL` to the ranks that have written no stacks, except for stopped ones.
+
+        A stopped rank would receive the signal when it continues, while its threads run.
+
+        Args:
+            records: flight records of the ranks, by process id.
+        """
+        for path in records.values():
+            request_trace(path)
+        deadline = time.monotonic() + _TRACE_TIMEOUT_S
+        while time.monotonic() < deadline and not all(has_written_trace(path) for path in records.values()):
+            time.sleep(_POLL_INTERVAL_S / 2)
+        blocked = [pid for pid, path in records.items() if not has_written_stacks(path) and get_process_state(pid) != "stopped"]
+        for pid in blocked:
+            with contextlib.suppress(OSError):
+                os.kill(pid, STACK_SIGNAL)
+        if blocked:
+            time.sleep(_SIGNALLED_STACKS_WAIT_S)
+
     def _copy_stacks(self, folder: Path) -> None:
         """Copy the stacks and the last calls of this node's ranks to a folder."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -357,7 +383,7 @@ class NodeWatcher:
         """Return the innermost calls of a rank's main thread, one string per call. The list is empty if the rank is on another node
         or has written no stack trace."""
         text = "".join(Path(files.stack).read_text() for files in self._files if files.rank == rank)
-        main_thread = text.rpartition("Current thread")[2] or text
+        main_thread = text.rpartition(MAIN_THREAD_HEADER)[2] or text
         return [line.strip() for line in main_thread.splitlines()[1:7] if line.strip().startswith("File")]
 
     @staticmethod

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import faulthandler
 import functools
 import json
+import math
 import os
 import random
 import signal
 import subprocess
+import threading
 import time
 import types
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +28,10 @@ from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.schedules import build_schedule
 from megatron_lab.flight import watcher
 from megatron_lab.flight.diagnosis import diagnose_ranks
+from megatron_lab.flight.rank_monitor import _poll_requests
 from megatron_lab.flight.record import Channel, FlightRecord, RankFiles, Snapshot, open_files, read_record
 from megatron_lab.flight.watcher import STACK_SIGNAL, HangDetector, NodeWatcher, WatcherConfig
+from megatron_lab.verification.local_ranks import set_parent_death_signal
 
 STEPS = 2
 
@@ -219,6 +224,66 @@ def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path)
                 one.communicate(timeout=30.0)
             faulthandler.unregister(STACK_SIGNAL)
     assert [one.returncode for one in watchers] == [0, 0]
+
+
+def _answer_requests(record: FlightRecord, files: RankFiles) -> None:
+    """Run the thread that answers the watcher, while the main thread runs a Python loop."""
+    threading.Thread(target=_poll_requests, args=(record, files), daemon=True).start()
+    while True:
+        math.sqrt(2.0)
+
+
+def _stop(record: FlightRecord, files: RankFiles) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(0)
+
+
+def _keep_the_lock(record: FlightRecord, files: RankFiles) -> None:
+    """Block in a C call that keeps the global interpreter lock."""
+    threading.Thread(target=_poll_requests, args=(record, files), daemon=True).start()
+    ctypes.PyDLL(None).pause()
+
+
+@pytest.mark.parametrize(
+    ("behave", "signalled"),
+    [(_answer_requests, False), (_stop, False), (_keep_the_lock, True)],
+    ids=["answers", "stopped", "blocked"],
+)
+def test_only_a_rank_that_cannot_answer_gets_the_signal_for_its_stacks(
+    behave: Callable[[FlightRecord, RankFiles], None], signalled: bool, tmp_path: Path
+) -> None:
+    """The handler of that signal may crash a rank whose threads run. Here no handler is set, so that the signal ends the rank."""
+    files = RankFiles.create(0)
+    parent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        set_parent_death_signal(parent, signal.SIGKILL)
+        behave(FlightRecord(files.record, 0), files)
+    try:
+        limit = time.monotonic() + 30
+        while (
+            (found := read_record(Path(files.record))) is None
+            or found.pid != pid
+            or (behave is _stop and found.process != "stopped")
+        ):
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        NodeWatcher(WatcherConfig((files,), 1, 1, 1.0, None, "", None, str(tmp_path)))._execute({"stacks": True})
+        os.kill(pid, signal.SIGCONT)
+        if behave is _answer_requests:
+            stack = (tmp_path / "rank-0.stack").read_text()
+            assert stack.startswith("Current thread") and f'File "{__file__}", line ' in stack and stack.endswith("\n")
+            assert "in _answer_requests\n" in stack and "_poll_requests" not in stack
+            os.kill(pid, signal.SIGKILL)
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            assert time.monotonic() < limit, "it has not received the signal"
+            time.sleep(0.02)
+        status = os.waitstatus_to_exitcode(ended[1])
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        files.close()
+    assert status == (-STACK_SIGNAL if signalled else -signal.SIGKILL if behave is _answer_requests else 0)
 
 
 @pytest.mark.parametrize("enters", [True, False])
