@@ -23,10 +23,8 @@ from megatron.parallel.tensor_slice import TensorSlice
 from megatron.spec.weights import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_lab.foreign.source import DerivedSource, TensorInfo, WeightSource
 from megatron_lab.tokenizers.bpe_rules import read_json
+from megatron_lab.tokenizers.file_names import ADDED_TOKENS, TOKEN_OPTIONS, TOKENIZER_CONFIG
 from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
-
-_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Fields of a token in tokenizer.json besides its id and its text."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +81,12 @@ def _parse_token(place: str, item: Any) -> NewToken:
             f'{place}: {item!r} is not a token. Write a text, or an object such as {{"content": "...", "special": true}}'
         )
     for name, value in fields.items():
-        if name != "content" and (name not in _OPTIONS or not isinstance(value, bool)):
+        if name != "content" and (name not in TOKEN_OPTIONS or not isinstance(value, bool)):
             raise ValueError(
-                f"{place}: {name} = {value!r} is not an option of a token. Choose {', '.join(_OPTIONS)}: true or false"
+                f"{place}: {name} = {value!r} is not an option of a token. Choose {', '.join(TOKEN_OPTIONS)}: true or false"
             )
     special = fields.get("special", False)
-    defaults = {**dict.fromkeys(_OPTIONS, False), "special": special, "normalized": not special}
+    defaults = {**dict.fromkeys(TOKEN_OPTIONS, False), "special": special, "normalized": not special}
     options = {name: fields.get(name, default) for name, default in defaults.items()}
     return NewToken(fields["content"], options)
 
@@ -140,7 +138,7 @@ def add_to_tokenizer(file: Path, tokens: Sequence[NewToken]) -> AddedTokens:
 
 def _update_companions(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Add new tokens to the lists of added tokens that older files next to a tokenizer.json contain."""
-    config_file, list_file = folder / "tokenizer_config.json", folder / "added_tokens.json"
+    config_file, list_file = folder / TOKENIZER_CONFIG, folder / ADDED_TOKENS
     if config_file.is_file():
         config = read_json(config_file, str(config_file), "a JSON object")
         if isinstance(config.get("added_tokens_decoder"), dict):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_lab.checkpoints.text import format_bytes, parse_step
 from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
 from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
+from megatron_lab.tokenizers.file_names import TOKENIZER_CONFIG
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
 
         dtype = getattr(torch, args.dtype) if args.dtype else torch.float64  # float64 represents every value of the source
         message = compare_logits(source if args.dtype else checkpoint, folder, dtype)  # the folded weights are rounded only once
-        has_tokenizer = (folder / "tokenizer_config.json").exists()
+        has_tokenizer = (folder / TOKENIZER_CONFIG).exists()
         return message if tokenizer is None or not has_tokenizer else f"{message} {compare_ids(tokenizer, folder)}"
 
     def build_card(result: Export, has_tokenizer: bool) -> str:
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     for note in (*result.notes, *(() if args.ema else _describe_precision(checkpoint, result.dtype))):
         print(f"note: {note}")
     print(result.verification or "not compared with transformers (--verify compares)")
-    print("\n".join(format_next_steps(result.folder, has_tokenizer=(result.folder / "tokenizer_config.json").exists())))
+    print("\n".join(format_next_steps(result.folder, has_tokenizer=(result.folder / TOKENIZER_CONFIG).exists())))
     return 0
 
 

@@ -32,7 +32,7 @@ from megatron_lab.foreign.huggingface.fields import CONFIG, Fields
 from megatron_lab.foreign.huggingface.layout import WeightLayout, convert_to_hf
 from megatron_lab.foreign.huggingface.weight_files import INDEX, SINGLE
 from megatron_lab.foreign.source import WeightSource, find_mismatches
-from megatron_lab.tokenizers.stop_ids import GENERATION_CONFIG
+from megatron_lab.tokenizers.file_names import GENERATION_CONFIG, TOKENIZER_CONFIG
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of the data of one file; the default of transformers."""
@@ -109,7 +109,7 @@ def export(
             notes=notes,
             verification=check(temporary) if check else None,
         )
-        has_tokenizer = (temporary / "tokenizer_config.json").exists()
+        has_tokenizer = (temporary / TOKENIZER_CONFIG).exists()
         card_text = (
             build_model_card(source, None, result, licence=UNKNOWN, has_tokenizer=has_tokenizer)
             if card is None

@@ -26,6 +26,7 @@ from megatron.config.save import run_record
 from megatron_lab.checkpoints.text import format_bytes
 from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
 from megatron_lab.tokenizers.embedding_rows import fit_tokenizer
+from megatron_lab.tokenizers.file_names import TOKEN_ID_FILES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from megatron_lab.foreign.source import TensorInfo, WeightSource
 
 _TOKENIZER = "tokenizer"
-_TOKEN_ID_FILES = ("generation_config.json", "config.json")
-"""Files next to a tokenizer that contain the ids of its special tokens. The first also contains settings for generation, which an
-export writes again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -296,7 +294,7 @@ def _copy_tokenizer(tokenizer: DataConfig, folder: Path) -> DataConfig:
             file = paths[name] = file / "tokenizer.json"
         shutil.copyfile(file, folder / file.name)
         companions = EXTRA_FILES if tokenizer.tokenizer_type == "HuggingFaceTokenizer" else ()
-        for companion in (*companions, *_TOKEN_ID_FILES):
+        for companion in (*companions, *TOKEN_ID_FILES):
             if (file.parent / companion).is_file():
                 shutil.copyfile(file.parent / companion, folder / companion)
         if companions and (file.parent / TEMPLATE_FOLDER).is_dir():

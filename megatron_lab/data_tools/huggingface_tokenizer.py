@@ -28,16 +28,17 @@ from megatron_lab.tokenizers.bpe_rules import (
     read_json,
 )
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron_lab.tokenizers.file_names import COMPANION_FILES, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from megatron_lab.tokenizers.template_files import DEFAULT_TEMPLATE, TEMPLATE_FILE, read_chat_templates, write_chat_templates
 from megatron_lab.tokenizers.text_frame import TextFrame, build_template_processor, read_text_frame
 from megatron_lab.tokenizers.tokenizer_json import TokenizerJson, read_tokenizer_json, splits_into_bytes
 from megatron_lab.tokenizers.vocabulary_files import PUBLISHED_FILES
 
-_CONFIG_FILE = "tokenizer_config.json"
 _PROCESSOR_TEMPLATE = "chat_template.json"
 """File with the chat template of older multimodal models."""
 EXTRA_FILES = (
-    *(_CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *COMPANION_FILES,
+    *("vocab.json", "merges.txt", "tokenizer.model"),
     *(TEMPLATE_FILE, _PROCESSOR_TEMPLATE),
 )
 """Files that belong to a tokenizer.json in the same folder."""
@@ -93,10 +94,8 @@ def write_huggingface_tokenizer(
         shutil.copyfile(file, folder / "tokenizer.model")
         tokenizer_config |= {"tokenizer_class": _TOKENIZER_CLASS, "add_bos_token": bos is not None, "add_eos_token": False}
         tokenizer_config |= _get_role_names(tokenizer, {id: token.text for id, token in enumerate(model.tokens)})
-    _write_json(folder / _CONFIG_FILE, tokenizer_config)
-    _write_json(
-        folder / "special_tokens_map.json", {role: name for role, name in tokenizer_config.items() if role.endswith("_token")}
-    )
+    _write_json(folder / TOKENIZER_CONFIG, tokenizer_config)
+    _write_json(folder / SPECIAL_TOKENS_MAP, {role: name for role, name in tokenizer_config.items() if role.endswith("_token")})
     return []
 
 
@@ -135,23 +134,23 @@ def _copy_tokenizer_files(
     _write_text_frame(folder / "tokenizer.json", content, tokenizer)
     role_names = _get_role_names(tokenizer, {token["id"]: token["content"] for token in content.added})
     template_field = write_chat_templates(folder, templates)
-    if _CONFIG_FILE not in extra_files:
+    if TOKENIZER_CONFIG not in extra_files:
         written = tokenizer_config | {"tokenizer_class": _TOKENIZER_CLASS} | role_names
-        _write_json(folder / _CONFIG_FILE, written | template_field)
-        return [f"{file.parent} has no {_CONFIG_FILE}: one is written with the known special tokens"]
-    source_config = read_json(file.parent / _CONFIG_FILE, str(file.parent / _CONFIG_FILE), "a JSON object")
+        _write_json(folder / TOKENIZER_CONFIG, written | template_field)
+        return [f"{file.parent} has no {TOKENIZER_CONFIG}: one is written with the known special tokens"]
+    source_config = read_json(file.parent / TOKENIZER_CONFIG, str(file.parent / TOKENIZER_CONFIG), "a JSON object")
     source_config, notes = _correct_class(source_config, content)
     written = {"tokenizer_class": _TOKENIZER_CLASS} | _convert_for_older_versions(source_config)
     if "eos_token" in role_names and written.get("eos_token") is None:
         written["eos_token"] = role_names["eos_token"]
-        notes.append(f"{_CONFIG_FILE} gets eos_token {role_names['eos_token']!r}, which other files of the tokenizer name")
+        notes.append(f"{TOKENIZER_CONFIG} gets eos_token {role_names['eos_token']!r}, which other files of the tokenizer name")
     max_length, source_length = tokenizer_config["model_max_length"], written.get("model_max_length")
     if isinstance(source_length, int | float) and source_length < max_length:
         written["model_max_length"] = max_length
         notes.append(
-            f"model_max_length in {_CONFIG_FILE} becomes {max_length:,}, the length of the model, instead of {source_length:,}"
+            f"model_max_length in {TOKENIZER_CONFIG} becomes {max_length:,}, the length of the model, instead of {source_length:,}"
         )
-    _write_json(folder / _CONFIG_FILE, written | template_field)
+    _write_json(folder / TOKENIZER_CONFIG, written | template_field)
     return notes
 
 
@@ -187,7 +186,7 @@ def _correct_class(tokenizer_config: dict[str, Any], content: TokenizerJson) -> 
     name = tokenizer_config.get("tokenizer_class")
     if not isinstance(name, str) or name.removesuffix("Fast") not in _SENTENCEPIECE_CLASSES or not splits_into_bytes(content):
         return tokenizer_config, []
-    note = f"{_CONFIG_FILE} names {_TOKENIZER_CLASS} instead of {name}, which in transformers 5 does not split texts into bytes"
+    note = f"{TOKENIZER_CONFIG} names {_TOKENIZER_CLASS} instead of {name}, which in transformers 5 does not split texts into bytes"
     return tokenizer_config | {"tokenizer_class": _TOKENIZER_CLASS}, [note]
 
 

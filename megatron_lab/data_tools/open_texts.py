@@ -14,6 +14,7 @@ from megatron.data.indexed_dataset import DatasetError
 from megatron.data.tokenizer import require_tokenizer_json
 from megatron_lab.data_tools.hub_snapshots import resolve_snapshot
 from megatron_lab.data_tools.streamed_texts import MAX_RESHARDED_FILES, format_missing_column
+from megatron_lab.tokenizers.file_names import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from megatron_lab.tokenizers.text_frame import read_text_frame
 from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
 
@@ -30,7 +31,7 @@ _BUILDERS = {
 _COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 _MAX_HASHED_FILES = 256
 _HASHED_BYTES = 2**16
-_TOKENIZER_FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_TOKENIZER_FOLDER_FILES = ("tokenizer.json", TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)
 
 
 class OpenedTexts(NamedTuple):

@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lab.tokenizers.bpe_rules import read_json
+from megatron_lab.tokenizers.file_names import ADDED_TOKENS, SPECIAL_TOKENS_MAP, TOKEN_OPTIONS, TOKENIZER_CONFIG
 
-TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-COMPANION_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
-"""Files next to a tokenizer.json that can add tokens to it, or name its special tokens."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens, in the order in which transformers adds them (`SPECIAL_TOKENS_ATTRIBUTES`)."""
-_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MAX_NAMED_TOKENS = 5
 
 
@@ -35,7 +32,7 @@ class CompanionToken:
     content: str
     """Text of the token."""
     options: dict[str, bool]
-    """Value of each option of `_OPTIONS`: how the token is matched in a text, and whether it is special."""
+    """Value of each option of `TOKEN_OPTIONS`: how the token is matched in a text, and whether it is special."""
     file: Path
     id: int | None = None
     """Id that the file states; None if it states none."""
@@ -227,7 +224,7 @@ def _list_stated(added: Mapping[str, Any], file: Path) -> list[CompanionToken]:
 
 def _as_stated(token: CompanionToken, *, is_special: bool) -> CompanionToken:
     """Return a token of added_tokens.json with the options that transformers gives it."""
-    options = dict.fromkeys(_OPTIONS, False) | {"normalized": not is_special, "special": is_special}
+    options = dict.fromkeys(TOKEN_OPTIONS, False) | {"normalized": not is_special, "special": is_special}
     return CompanionToken(token.content, options, token.file, token.id)
 
 
@@ -259,13 +256,13 @@ def _build_token(value: Any, file: Path, key: str, *, id: int | None = None, has
         )
     stated = value if isinstance(value, dict) else {}
     is_special = bool(stated.get("special", has_name or not isinstance(value, dict)))
-    options = {name: bool(stated.get(name)) for name in _OPTIONS} | {"special": is_special}
+    options = {name: bool(stated.get(name)) for name in TOKEN_OPTIONS} | {"special": is_special}
     options["normalized"] = bool(stated.get("normalized", not is_special))
     return CompanionToken(content, options, file, id, replaces_options=id is not None, has_name=has_name)
 
 
 def _get_options(entry: Mapping[str, Any]) -> dict[str, bool]:
-    return {name: bool(entry.get(name)) for name in _OPTIONS}
+    return {name: bool(entry.get(name)) for name in TOKEN_OPTIONS}
 
 
 def _find_next_id(entries: Iterable[Mapping[str, Any]], num_model_tokens: int) -> int:

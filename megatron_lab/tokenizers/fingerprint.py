@@ -142,8 +142,8 @@ class TokenizerFingerprint:
         return f"texts begin {first}, not {second}"
 
     def find_renamed(self, other: TokenizerFingerprint) -> str | None:
-        """Describe the ids that are different added tokens in this tokenizer and another one. Return None if all
-        common ids are equal.
+        """Describe the ids that are different added tokens in this tokenizer and another one. Return None if all common
+        ids are equal.
 
         Ordinary texts do not have these ids, but conversations do.
         """

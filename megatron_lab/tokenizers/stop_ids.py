@@ -7,10 +7,8 @@ from typing import Any
 
 from megatron.data.tokenizer import Tokenizer
 from megatron_lab.tokenizers.bpe_rules import read_json
+from megatron_lab.tokenizers.file_names import GENERATION_CONFIG, TOKEN_ID_FILES
 from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
-
-GENERATION_CONFIG = "generation_config.json"
-_MODEL_CONFIG = "config.json"
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def read_eos_ids(folder: Path) -> list[int]:
         ValueError: a value is not an id or a list of ids.
     """
     ids: list[int] = []
-    for name in (GENERATION_CONFIG, _MODEL_CONFIG):
+    for name in TOKEN_ID_FILES:
         value = _read_object(folder / name).get("eos_token_id")
         listed_ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(id) is not int for id in listed_ids):

@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron.config.regular_file import read_text
 from megatron_lab.tokenizers.bpe_rules import read_json
+from megatron_lab.tokenizers.file_names import TOKENIZER_CONFIG
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 DEFAULT_TEMPLATE = "default"
 """Name of the template that formats a conversation if the caller names none."""
-_CONFIG_FILE = "tokenizer_config.json"
 _FIELD = "chat_template"
 
 
@@ -32,7 +32,7 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
     }
     if templates := {name: read_text(path) for name, path in files.items() if path.is_file()}:
         return templates
-    config = folder / _CONFIG_FILE
+    config = folder / TOKENIZER_CONFIG
     content = read_json(config, str(config), "a JSON object") if config.is_file() else {}
     field = content.get(_FIELD) if isinstance(content, dict) else None
     if isinstance(field, str):

@@ -22,13 +22,12 @@ from megatron_lab.tokenizers.bpe_rules import (
     read_json,
 )
 from megatron_lab.tokenizers.companion_tokens import (
-    SPECIAL_TOKENS_MAP,
-    TOKENIZER_CONFIG,
     complete_added_tokens,
     get_token_content,
     list_name_files,
     read_companion_tokens,
 )
+from megatron_lab.tokenizers.file_names import SPECIAL_TOKENS_MAP, TOKEN_ID_FILES, TOKENIZER_CONFIG
 
 
 @dataclass(frozen=True)
@@ -302,7 +301,6 @@ def _collect_added_tokens(file: TokenizerJson, special_ids: set[int], uses_nfc: 
     return added_tokens
 
 
-_ID_FILES = ("generation_config.json", "config.json")
 _COMMON_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
@@ -334,7 +332,7 @@ def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
     if eod is None:
         candidates = [name for name in _COMMON_EOD_TOKENS if name in ids]
         if len(candidates) != 1:
-            files = ", ".join((TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, *_ID_FILES))
+            files = ", ".join((TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, *TOKEN_ID_FILES))
             raise ValueError(
                 f"--tokenizer-model {path}: no file defines the token that ends a document. None of {files} next to it has "
                 f"eos_token or eos_token_id. Instead, the vocabulary must contain exactly one of {', '.join(_COMMON_EOD_TOKENS)}, "
@@ -353,7 +351,7 @@ def _find_special_id(role: str, path: Path, ids: Mapping[str, int]) -> int | Non
             the tokenizer has no such end-of-document token.
     """
     name_files = list_name_files(path.parent)
-    for name in name_files + _ID_FILES:
+    for name in name_files + TOKEN_ID_FILES:
         file = path.parent / name
         content = read_json(file, str(file), "a JSON object") if file.is_file() else None
         key = f"{role}_token" if name in name_files else f"{role}_token_id"

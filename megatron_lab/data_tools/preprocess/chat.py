@@ -29,6 +29,7 @@ from megatron_lab.data_tools.preprocess.errors import BadRecordError
 from megatron_lab.data_tools.preprocess.text_records import check_encodable
 from megatron_lab.tokenizers.bpe_rules import read_json
 from megatron_lab.tokenizers.companion_tokens import list_name_files
+from megatron_lab.tokenizers.file_names import TOKENIZER_CONFIG
 from megatron_lab.tokenizers.tokenizer_json import read_completed_json, read_tokenizer_json
 
 NAMED_TEMPLATES = {
@@ -109,7 +110,7 @@ class ChatTemplate:
                 "tokenizer_config.json.\n  Pass the file of a template: --chat-template FILE; or the name of one: "
                 f"--chat-template {next(iter(NAMED_TEMPLATES))}."
             )
-        return cls(template, str(tokenizer.parent / "tokenizer_config.json"), special_tokens, date, tools_template)
+        return cls(template, str(tokenizer.parent / TOKENIZER_CONFIG), special_tokens, date, tools_template)
 
 
 def describe_named_template(template: ChatTemplate, tokenizer: Path) -> Iterator[str]:

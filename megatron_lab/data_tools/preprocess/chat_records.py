@@ -145,8 +145,8 @@ def split_parent(keys: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 
 def get_pair_form(keys: Sequence[str]) -> PairForm | None:
-    """Return the form of records with a prompt and an answer under these keys, which may be nested; None for
-    other keys."""
+    """Return the form of records with a prompt and an answer under these keys, which may be nested; None for other
+    keys."""
     return PAIR_FORMS.get(split_parent(keys)[1])
 
 

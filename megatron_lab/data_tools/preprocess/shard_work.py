@@ -32,7 +32,7 @@ from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts
 from megatron_lab.data_tools.preprocess.storage import compute_digest, compute_joint_digest, explain_disk_full
 from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding
 from megatron_lab.data_tools.preprocess.text_records import InputRange, ValueCheck, get_parser, parse_values, read_records
-from megatron_lab.tokenizers.companion_tokens import COMPANION_FILES
+from megatron_lab.tokenizers.file_names import COMPANION_FILES
 
 FORMAT_VERSION = 1
 """Version of part files and reports. Files of another version are not reused."""

@@ -397,9 +397,8 @@ class _RopeParameters:
 
     def pop_list(self, key: str) -> tuple[float, ...]:
         """Return a rotary parameter that must be a list of positive numbers, and mark it as read by removing it. If the value is
-        not a
-        list, record an error and return an empty tuple. For each item that is not a positive number, record an error and return 1
-        in its place."""
+        not a list, record an error and return an empty tuple. For each item that is not a positive number, record an error and
+        return 1 in its place."""
         values = self._unread.pop(key, None)
         if not isinstance(values, list):
             self.refuse(f"{key} is {values!r}, but must be a list of numbers")
